@@ -1,0 +1,28 @@
+"""Engines for `lifecycle`: vLLM in this process, and a simulated one.
+
+Names are imported when they are first used, so that the simulated engine needs no vLLM.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_adapter.attach import attach
+    from engine_adapter.simulated import SimulatedEngine
+    from engine_adapter.vllm_inprocess import VllmInprocess
+
+__all__ = ["SimulatedEngine", "VllmInprocess", "attach"]
+
+_HOMES = {
+    "attach": "engine_adapter.attach",
+    "SimulatedEngine": "engine_adapter.simulated",
+    "VllmInprocess": "engine_adapter.vllm_inprocess",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from importlib import import_module  # noqa: PLC0415  (the point is to import late)
+
+    return getattr(import_module(_HOMES[name]), name)

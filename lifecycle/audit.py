@@ -1,0 +1,109 @@
+"""Events: what happened, as names and fields, in memory first.
+
+Theory of operation
+-------------------
+`EventLog.emit` makes one flat dict with a dense `seq`, keeps the last `capacity` of
+them and hands each to the sinks. A sink is any callable that takes the dict; one that
+raises is counted and said once, never raised into the engine's path. Refusals and
+no-ops that repeat within one state are coalesced: the first event's `count` grows.
+
+Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
+`call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
+`duration_s`, `bytes`, `error`, `count`. Events: `attached`, `operation_begin`,
+`operation_end`, `transition`, `refused`, `noop`, `failed`, `drain_progress`, `memory`,
+`weights`, `unexpected_output`, `request_rejected`, `sink_failed`, `detached`, `closed`.
+
+`structlog_sink` respects an application that configured structlog, and otherwise goes
+through the standard library's logger "lifecycle": a library configures nothing.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+Event = dict[str, Any]
+Sink = Callable[[Mapping[str, Any]], None]
+
+_WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed"})
+_fallback = structlog.wrap_logger(
+    logging.getLogger("lifecycle"),
+    processors=[structlog.stdlib.render_to_log_kwargs],
+    wrapper_class=structlog.stdlib.BoundLogger,
+)
+
+
+def structlog_sink(event: Mapping[str, Any]) -> None:
+    """Give one event to structlog: the name as the event, everything else as fields."""
+    logger = structlog.get_logger("lifecycle") if structlog.is_configured() else _fallback
+    fields = {key: value for key, value in event.items() if key != "event"}
+    name = event["event"]
+    if name == "failed":
+        logger.error(name, **fields)
+    elif name in _WARNINGS:
+        logger.warning(name, **fields)
+    else:
+        logger.info(name, **fields)
+
+
+class EventLog:
+    """The last events of one engine. Written under the lifecycle's lock, read from any thread."""
+
+    def __init__(
+        self, engine: str, rank: int, sinks: Sequence[Sink] = (structlog_sink,), capacity: int = 4096
+    ) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.sinks = list(sinks)
+        self.seq = 0
+        self.sink_failures = 0
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._repeats: dict[tuple[Any, ...], Event] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def tail(self, count: int | None = None) -> list[Event]:
+        """Copies of the last events, oldest first."""
+        events = list(self._events)
+        return [dict(event) for event in (events if count is None else events[len(events) - count :])]
+
+    def emit(self, event: str, **fields: Any) -> Event:
+        """Record one event; None fields are left out."""
+        if event == "transition":
+            self._repeats.clear()
+        self.seq += 1
+        record: Event = {
+            "seq": self.seq,
+            "time": time.time(),
+            "engine": self.engine,
+            "rank": self.rank,
+            "event": event,
+        }
+        record.update((key, value) for key, value in fields.items() if value is not None)
+        self._events.append(record)
+        for sink in self.sinks:
+            self._give(sink, record)
+        return record
+
+    def emit_repeatable(self, event: str, **fields: Any) -> None:
+        """Record a refusal or a no-op, or count it if the same was recorded in this state."""
+        key = (event, *sorted((name, str(value)) for name, value in fields.items()))
+        seen = self._repeats.get(key)
+        if seen is None:
+            if len(self._repeats) >= 64:  # distinct messages without end must not grow memory
+                self._repeats.clear()
+            self._repeats[key] = self.emit(event, count=1, **fields)
+        else:
+            seen["count"] += 1
+
+    def _give(self, sink: Sink, record: Event) -> None:
+        try:
+            sink(record)
+        except Exception as error:  # a broken sink must not reach the engine's path
+            self.sink_failures += 1
+            if self.sink_failures == 1:
+                logging.getLogger("lifecycle").warning("an event sink raised: %r", error)

@@ -1,0 +1,583 @@
+"""`Lifecycle`: the guarded engine for callers that step it themselves.
+
+Theory of operation
+-------------------
+The surface is `LLMEngine`'s, plus what the machine adds. Every method takes the lock,
+calls the core, and lets go; a sleep takes it anew for every step of its drain, so that
+admission, abort and reading are served meanwhile. The lock is fair: a waiting thread
+gets its turn after the step in progress.
+
+A *scope* (`with lifecycle.scope("generate")`) is one blocking call of an `LLM`: inside
+it, on its thread, `step`, `has_unfinished_requests` and the counts speak only of the
+requests that it admitted. If another thread puts the engine to sleep, a scope waits
+for the wake. Left by an exception, it aborts what it owns.
+
+Ctrl-C while an engine call runs inside a scope or a sleep is deferred to the end of
+that call, because an exception in the middle of a step poisons the engine. A second
+one is not deferred.
+"""
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from lifecycle.audit import EventLog, Sink, structlog_sink
+from lifecycle.core import Core, Sleep
+from lifecycle.engine import Engine, LoadReport, SleepReport, Snapshot, WakeReport
+from lifecycle.errors import IllegalCall
+from lifecycle.requests import Scope
+from lifecycle.table import SERVING, Need, State
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """What a `progress` callback is given after each step of a drain.
+
+    remaining, drained, held: counts of requests. tokens: generated since the call.
+    """
+
+    remaining: int
+    drained: int
+    held: int
+    steps: int
+    tokens: int
+    seconds: float
+
+
+class _FairLock:
+    """A lock that is granted in turn, and that knows its holder.
+
+    Whoever waits stands in the turnstile, so the holder can't take the lock again first.
+    """
+
+    __slots__ = ("_lock", "_turnstile", "holder")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turnstile = threading.Lock()
+        self.holder = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self.holder == me:
+            msg = "the engine is being called from inside one of its own calls"
+            raise IllegalCall(msg, call=None, state=None, needs=None, legal=(), operation=None)
+        with self._turnstile:
+            self._lock.acquire()
+        self.holder = me
+
+    def __exit__(self, *_: object) -> None:
+        self.holder = 0
+        self._lock.release()
+
+
+class _DeferredInterrupt:
+    """Holds back the first Ctrl-C while the main thread is inside an engine call.
+
+    `with interrupt:` installs it for a blocking call, `with interrupt.engine_call():`
+    marks where a signal must wait, and `deliver()` raises what was held back.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._inside = False
+        self._pending = False
+        self._depth = 0
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._main:
+            return
+        if self._depth == 0:
+            self._pending = False
+            self._before = signal.getsignal(signal.SIGINT)
+            if callable(self._before):
+                signal.signal(signal.SIGINT, self._on_signal)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() != self._main:
+            return
+        self._depth -= 1
+        if self._depth == 0 and callable(self._before):
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def engine_call(self) -> Iterator[None]:
+        self._inside = threading.get_ident() == self._main
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._inside and not self._pending:
+            self._pending = True
+        elif callable(self._before):
+            self._pending = False
+            self._before(number, frame)
+
+    def deliver(self) -> None:
+        """The engine call is over: raise what was held back."""
+        if self._pending and threading.get_ident() == self._main:
+            self._pending = False
+            if callable(self._before):
+                self._before(signal.SIGINT, None)
+
+
+_living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lifecycle in list(_living):
+        lifecycle._forget_parent()  # noqa: SLF001  (the same module)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Lifecycle:
+    """A state machine around one engine, with the engine's own surface.
+
+    engine: an `Engine`, or a callable that builds one (then `recover()` works).
+    weights: "checked" (default where possible), "declared" or "unchecked".
+    max_held: requests that may wait outside the engine while it sleeps (None: any number).
+    stall_s: seconds without progress after which a drain raises `DrainStalled`.
+    strict_release: a sleep that frees far less than the engine holds raises `ReleaseFailed`.
+    rpc_needs: what worker methods of your own need, by name: "quiet", "weights", "loading".
+    sinks: callables that receive every event; structlog by default.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        *,
+        weights: str | None = None,
+        max_held: int | None = None,
+        stall_s: float = 120.0,
+        strict_release: bool = False,
+        rpc_needs: Mapping[str, str] | None = None,
+        name: str = "engine",
+        rank: int = 0,
+        sinks: Sequence[Sink] = (structlog_sink,),
+        event_capacity: int = 4096,
+    ) -> None:
+        self._build: Callable[[], Engine] | None = None
+        if not isinstance(engine, Engine):
+            self._build, engine = engine, engine()
+        self._core = Core(
+            engine,
+            EventLog(name, rank, sinks, event_capacity),
+            weights=weights,
+            max_held=max_held,
+            stall_s=stall_s,
+            strict_release=strict_release,
+            rpc_needs=rpc_needs,
+        )
+        self._owned = True
+        self._undo: list[Callable[[], None]] = []
+        self._lock = _FairLock()
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._interrupt = _DeferredInterrupt()
+        self._scopes = threading.local()
+        self._any_scope = False
+        _living.add(self)
+
+    def _forget_parent(self) -> None:
+        """In a forked child: refuse everything, and wait for no lock of a thread that is gone."""
+        self._lock = _FairLock()
+        self._changed = threading.Condition()
+        self._core.forked = True
+        self._core.open = False
+
+    # -- reading: no lock --------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """State, facts, counts, and what is under way with its age. From any thread, never blocks."""
+        return self._core.snapshot()
+
+    @property
+    def state(self) -> State:
+        return self._core.state
+
+    def events(self, count: int | None = None) -> list[dict[str, Any]]:
+        """The last events, oldest first, as dicts."""
+        return self._core.events.tail(count)
+
+    def is_sleeping(self) -> bool:
+        """True in SLEEPING and PARTIALLY_AWAKE."""
+        return self._core.state in (State.SLEEPING, State.PARTIALLY_AWAKE)
+
+    def check(self) -> list[str]:
+        """Broken invariants; empty unless this library has a bug. For tests."""
+        with self._lock:
+            return self._core.check()
+
+    def _scope(self) -> Scope | None:
+        return getattr(self._scopes, "current", None) if self._any_scope else None
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether this caller has something held, in flight or not yet delivered."""
+        return self._core.ledger.busy(self._scope())
+
+    def get_num_unfinished_requests(self) -> int:
+        """Unfinished requests as vLLM counts them: each sample of `n` is one."""
+        with self._lock:
+            return self._core.ledger.samples(self._scope())
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> str:
+        """Admit a request; while admission is closed it is held and admitted at the wake.
+
+        Returns the engine's id of it, or one of the same form for a held request; both
+        can be given to `abort_request`. Raises InvalidArgument for arguments that the
+        engine would not take and for a live id, AdmissionClosed where `max_held` is
+        reached, EngineFailed or Closed after the end.
+        """
+        options.update(
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
+        scope = self._scope()
+        with self._lock, self._interrupt.engine_call() if scope else nullcontext():
+            handle = self._core.add_request(request_id, prompt, params, options, scope)
+        self._interrupt.deliver()
+        return handle
+
+    def abort_request(self, request_ids: Sequence[str], internal: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  (vLLM's signature)
+        """End requests without an output. Ids of either kind are understood; unknown ones ignored."""
+        if isinstance(request_ids, str):
+            raise self._core.invalid("abort_request", f"request_ids must be a list, not {request_ids!r}")
+        with self._lock:
+            self._core.abort_request(request_ids)
+        self._notify()
+
+    def step(self) -> list[Any]:
+        """One step of the engine, or what waits in the mailbox: the outputs this caller may have.
+
+        Raises IllegalCall where the engine does not serve and nothing waits, and
+        EngineFailed if the step failed. Inside a scope it waits for the wake instead.
+        """
+        if self._any_scope:
+            scope = getattr(self._scopes, "current", None)
+            if scope is not None:
+                return self._step_in_scope(scope)
+        with self._lock:
+            return self._core.step()
+
+    def _step_in_scope(self, scope: Scope) -> list[Any]:
+        core = self._core
+        while True:
+            seen = self._changes
+            with self._lock:
+                if core.ledger.mailbox:
+                    taken = core.ledger.take(scope)
+                    if taken:
+                        return taken
+                if core.state in SERVING or core.state in (State.FAILED, State.CLOSED) or core.forked:
+                    with self._interrupt.engine_call():
+                        outputs = core.step(scope)
+                    break
+            if not scope.live:
+                return []
+            self._wait_for_change(seen)
+        self._interrupt.deliver()
+        if core.ledger.mailbox:
+            self._notify()
+        return outputs
+
+    # -- change, for those who wait -----------------------------------------------------------------
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    def _wait_for_change(self, seen: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != seen, timeout=1.0)
+
+    # -- scopes --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, call: str, *, claims_enqueued: bool = False, enqueues: bool = False) -> Iterator[None]:
+        """One blocking call on this thread. See the module's docstring.
+
+        claims_enqueued: it owns what was enqueued and not delivered (`wait_for_completion`).
+        enqueues: what it admits is left for such a call (`enqueue`). A scope inside a scope
+        is the outer one. Raises IllegalCall if nothing could serve it now.
+        """
+        if getattr(self._scopes, "current", None) is not None:
+            yield
+            return
+        core = self._core
+        with self._lock:
+            if not enqueues and not (claims_enqueued and core.ledger.all_delivered(core.ledger.enqueued)):
+                core.require(call, Need.SERVING)
+            scope = Scope(call, keeps=claims_enqueued)
+            if claims_enqueued:
+                core.ledger.own(core.ledger.owned_by(core.ledger.enqueued), scope)
+            self._scopes.current = scope
+            self._any_scope = True
+        try:
+            with self._interrupt:
+                yield
+                self._interrupt.deliver()
+        except BaseException:
+            with self._lock:
+                self._abandon(scope)
+            self._notify()
+            raise
+        finally:
+            self._scopes.current = None
+        with self._lock:
+            rest = core.ledger.owned_by(scope)
+            core.ledger.own(rest, core.ledger.enqueued if enqueues or claims_enqueued else core.ledger.anybody)
+
+    def _abandon(self, scope: Scope) -> None:
+        """A scope was left by an exception: nobody will take what it owns."""
+        core = self._core
+        owned = core.ledger.owned_by(scope)
+        keep = [record for record in owned if scope.keeps and record.request_id in core.ledger.undelivered]
+        core.ledger.own(keep, core.ledger.enqueued)
+        rest = [record.handle for record in owned if record not in keep]
+        if rest and core.state is not State.CLOSED and not core.forked:
+            core.abort_request(rest)
+        core.ledger.give_back(scope)
+
+    # -- sleep and wake --------------------------------------------------------------------------------
+
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "wait",
+        *,
+        timeout: float | None = None,
+        on_timeout: str = "raise",
+        max_steps: int | None = None,
+        progress: Callable[[DrainProgress], Any] | None = None,
+    ) -> SleepReport:
+        """Close admission, drain, release memory, verify. Returns when the engine sleeps.
+
+        level: 0 pauses, 1 offloads the weights and drops the KV cache, 2 drops both.
+        mode: "wait" finishes what started and holds the rest; "wait_all" finishes all;
+        "abort" ends all with the tokens they have; "keep" freezes all, to go on after the
+        wake. timeout in seconds (0: only if quiet now) and max_steps bound the drain;
+        on_timeout is "raise" (rolled back), "abort" or "keep". progress is called after
+        each step without the lock, and may only read.
+
+        Raises InvalidArgument, IllegalCall, DrainTimeout, DrainStalled, DrainCancelled,
+        EngineFailed, ReleaseFailed.
+        """
+        return self._sleep(
+            level, mode, progress, timeout=timeout, on_timeout=on_timeout, max_steps=max_steps
+        )
+
+    def pause(
+        self,
+        mode: str = "keep",
+        *,
+        timeout: float | None = None,
+        on_timeout: str = "raise",
+        max_steps: int | None = None,
+        progress: Callable[[DrainProgress], Any] | None = None,
+    ) -> SleepReport:
+        """Sleep at level 0 until `resume()`: a sleep and a wake in between do not end it."""
+        return self._sleep(
+            0, mode, progress, timeout=timeout, on_timeout=on_timeout, max_steps=max_steps, pause=True
+        )
+
+    def _sleep(
+        self, level: int, mode: str, progress: Callable[[DrainProgress], Any] | None, **limits: Any
+    ) -> SleepReport:
+        with self._interrupt:
+            with self._lock:
+                sleep = self._core.begin_sleep(level, mode, **limits)
+            self._notify()
+            try:
+                while (report := self._advance(sleep)) is None:
+                    self._interrupt.deliver()
+                    if progress is not None and sleep.draining:
+                        self._report_progress(sleep, progress)
+            except BaseException:
+                with self._lock:
+                    sleep.cancel()
+                raise
+            finally:
+                self._notify()
+            self._interrupt.deliver()
+        return report
+
+    def _advance(self, sleep: Sleep) -> SleepReport | None:
+        with self._lock, self._interrupt.engine_call():
+            return sleep.advance()
+
+    def _report_progress(self, sleep: Sleep, progress: Callable[[DrainProgress], Any]) -> None:
+        view = DrainProgress(
+            remaining=len(sleep.remaining()),
+            drained=len(sleep.drained),
+            held=len(self._core.ledger.held),
+            steps=sleep.steps,
+            tokens=sleep.tokens,
+            seconds=time.monotonic() - sleep.started,
+        )
+        try:
+            progress(view)
+        except Exception as error:
+            with self._lock:
+                sleep.cancel()
+            raise sleep.cancelled(f"the progress callback raised {error!r}") from error
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """Map memory again: all of it, or `tags` of "weights", "kv_cache", "scheduling".
+
+        The report is falsy while the engine is only partly awake. Raises InvalidArgument,
+        IllegalCall, WakeFailed (try again), EngineFailed.
+        """
+        with self._lock:
+            report = self._core.wake_up(tags)
+        self._notify()
+        return report
+
+    def resume(self) -> WakeReport:
+        """End an explicit `pause()`."""
+        with self._lock:
+            report = self._core.resume()
+        self._notify()
+        return report
+
+    def release_kv_cache_memory(self) -> None:
+        """Drop the KV cache's memory while paused (level 0) with nothing in flight."""
+        with self._lock:
+            self._core.release_kv_cache_memory()
+
+    # -- weights --------------------------------------------------------------------------------------------
+
+    def reload_weights(self, version: str | None = None, **kwargs: Any) -> LoadReport:
+        """Reload the weights through the engine: from its checkpoint, or as vLLM's own keywords say."""
+        with self._lock:
+            report = self._core.reload_weights(version, **kwargs)
+        self._notify()
+        return report
+
+    def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
+        """Say that the weights are loaded. Raises WeightsNotValid, naming parameters, if they are not."""
+        with self._lock:
+            report = self._core.mark_weights_loaded(version)
+        self._notify()
+        return report
+
+    # -- the rest of the engine's surface ----------------------------------------------------------------------
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a method of every worker. What it needs goes by its name; see `lifecycle.table.RPC_NEEDS`."""
+        with self._lock:
+            result: list[Any] = self._core.collective_rpc(method, args, kwargs)
+        return result
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Any other call of the engine's surface, by name; unknown ones need a serving engine."""
+        with self._lock:
+            return self._core.call(name, *args, **kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Run a function on the model of every worker. Needs resident weights."""
+        result: list[Any] = self.call("apply_model", func)
+        return result
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Drop the prefix cache. False, recorded as such, while requests use it."""
+        with self._lock:
+            done = bool(self._core.call("reset_prefix_cache", *args, **kwargs))
+            if not done:
+                self._core.events.emit_repeatable("noop", call="reset_prefix_cache", error="returned False")
+        return done
+
+    def reset_encoder_cache(self) -> None:
+        self.call("reset_encoder_cache")
+
+    def reset_mm_cache(self) -> None:
+        self.call("reset_mm_cache")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> tuple[str, ...]:
+        """After a failure: shut the old engine down, build a new one, admit what was held.
+
+        Returns the ids admitted. Raises IllegalCall where the engine was not built here.
+        """
+        with self._lock:
+            self._core.require("recover")
+            if self._build is None:
+                msg = "cannot recover an engine that was handed over: build a new one and attach to it"
+                raise IllegalCall(msg, call="recover", state=self.state.value, needs="an engine built here")
+            admitted = self._core.recover(self._build)
+        self._notify()
+        return admitted
+
+    def disown(self, undo: Callable[[], None]) -> None:
+        """The engine is somebody else's: never shut it down, and run `undo` at the end."""
+        self._owned = False
+        self._undo.append(undo)
+
+    def detach(self) -> None:
+        """Let go of the engine as it is. Refused while something is held or undelivered."""
+        core = self._core
+        with self._lock:
+            if core.state is not State.CLOSED and (core.ledger.held or core.ledger.undelivered):
+                msg = (
+                    f"cannot detach: {len(core.ledger.held)} requests are held and "
+                    f"{len(core.ledger.undelivered)} not delivered; wake_up() and step(), or abort them"
+                )
+                raise IllegalCall(msg, call="detach", state=core.state.value, needs="nothing held")
+            core.close(shutdown=False)
+        self._notify()
+        while self._undo:
+            self._undo.pop()()
+
+    def close(self) -> None:
+        """End. An engine built here is shut down; one that was handed over is detached."""
+        if not self._owned:
+            self.detach()
+            return
+        with self._lock:
+            self._core.close(shutdown=True)
+        self._notify()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        snapshot = self.snapshot()
+        return (
+            f"<Lifecycle {snapshot.state}, {snapshot.in_flight} in flight, "
+            f"{snapshot.held} held, {snapshot.undelivered} undelivered>"
+        )

@@ -1,0 +1,280 @@
+"""The ledger: every request from admission to its one terminal, and the mailbox.
+
+Theory of operation
+-------------------
+A live request is in exactly one of three dicts, keyed by the caller's id:
+
+`held`
+    outside the engine, kept as the call's arguments until the engine serves.
+`in_flight`
+    inside the engine.
+`undelivered`
+    ended, while its last output still waits in the mailbox.
+
+The *mailbox* holds outputs that arrived while nobody could take them: those of a
+drain, those that the lifecycle makes itself (the abort of a sleep, a failure), those
+that belong to another thread's call. Outputs in it are snapshots, in order; a request
+is forgotten when its last one is taken.
+
+An *owner* is whoever may take a request's outputs, as a `Scope`: one blocking call, or
+one of the ledger's own two: `anybody`, and `enqueued` for what `LLM.enqueue` left for
+`wait_for_completion` (and for anybody who steps by hand).
+
+Plain data: no engine, no lock, no clock.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lifecycle.engine import Call
+
+
+class Scope:
+    """Who may take a request's outputs. live: its live requests.
+
+    keeps: a blocking call that must give back what it was handed if it is interrupted.
+    """
+
+    __slots__ = ("call", "handed_out", "keeps", "live")
+
+    def __init__(self, call: str, *, keeps: bool = False) -> None:
+        self.call = call
+        self.keeps = keeps
+        self.live = 0
+        self.handed_out: list[tuple[Record, Any]] = []
+
+
+class Record:
+    """One live request. handle is the id that `add_request` returned to the caller."""
+
+    __slots__ = ("call", "engine_id", "epoch", "handle", "owner", "seq")
+
+    def __init__(self, call: Call, seq: int, owner: Scope, epoch: int) -> None:
+        self.call = call
+        self.seq = seq
+        self.owner = owner
+        self.epoch = epoch
+        self.engine_id: str | None = None
+        self.handle = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.call.request_id
+
+    @property
+    def recallable(self) -> bool:
+        """Its arguments are known, so that it can be admitted again."""
+        return self.call.params is not None
+
+
+class Ledger:
+    """All live requests of one engine. Not thread-safe: the core's caller holds the lock."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Record] = {}
+        self.in_flight: dict[str, Record] = {}
+        self.undelivered: dict[str, Record] = {}
+        self.mailbox: deque[tuple[Record, Any]] = deque()
+        self.anybody = Scope("anybody")
+        self.enqueued = Scope("enqueue")
+        self.scoped = 0  # live requests that belong to a blocking call
+        self._handles: dict[str, Record] = {}
+        self._seq = 0
+
+    # -- reading ---------------------------------------------------------------------
+
+    def is_live(self, request_id: str) -> bool:
+        return (
+            request_id in self.in_flight or request_id in self.held or request_id in self.undelivered
+        )
+
+    def records(self) -> Iterator[Record]:
+        yield from self.in_flight.values()
+        yield from self.held.values()
+        yield from self.undelivered.values()
+
+    def busy(self, owner: Scope | None = None) -> bool:
+        """Whether anything that this caller may take is unfinished or undelivered."""
+        if owner is None:
+            return self.anybody.live > 0 or self.enqueued.live > 0
+        return owner.live > 0
+
+    def all_delivered(self, owner: Scope) -> bool:
+        """Whether nothing of this owner's is unfinished; its outputs may still wait in the mailbox."""
+        places = (self.in_flight, self.held)
+        return not any(record.owner is owner for place in places for record in place.values())
+
+    def samples(self, owner: Scope | None = None) -> int:
+        """Unfinished requests as vLLM counts them: each sample of `n` is one."""
+        return sum(record.call.samples for record in self.records() if self.takes(owner, record))
+
+    def takes(self, owner: Scope | None, record: Record) -> bool:
+        """A blocking call takes what it owns; anybody else what no blocking call owns."""
+        if owner is None:
+            return record.owner is self.anybody or record.owner is self.enqueued
+        return record.owner is owner
+
+    def _count(self, owner: Scope, by: int) -> None:
+        owner.live += by
+        if owner is not self.anybody and owner is not self.enqueued:
+            self.scoped += by
+
+    def find(self, ids: Iterable[str]) -> list[Record]:
+        """Live records by the caller's ids, by the handles they were given, or by engine ids."""
+        found = {}
+        for name in ids:
+            record = self._handles.get(name) or self._by_request_id(name)
+            if record is not None:
+                found[record.request_id] = record
+        return list(found.values())
+
+    def _by_request_id(self, name: str) -> Record | None:
+        return self.in_flight.get(name) or self.held.get(name) or self.undelivered.get(name)
+
+    # -- admission ---------------------------------------------------------------------
+
+    def _enter(self, call: Call, owner: Scope | None, epoch: int) -> Record:
+        self._seq += 1
+        record = Record(call, self._seq, owner or self.anybody, epoch)
+        self._count(record.owner, 1)
+        return record
+
+    def admit(self, call: Call, engine_id: str, owner: Scope | None, epoch: int) -> Record:
+        """The engine took the request."""
+        record = self._enter(call, owner, epoch)
+        record.handle = engine_id
+        self.into_engine(record, engine_id)
+        return record
+
+    def hold(self, call: Call, owner: Scope | None, epoch: int) -> Record:
+        """The request waits outside the engine; its handle has the form of an engine id."""
+        record = self._enter(call, owner, epoch)
+        record.handle = f"{call.request_id}-held{record.seq}"
+        self._handles[record.handle] = record
+        self.held[call.request_id] = record
+        return record
+
+    def into_engine(self, record: Record, engine_id: str) -> None:
+        """A held request, or a new one, is now inside the engine."""
+        record.engine_id = engine_id
+        self._handles[engine_id] = record
+        self.held.pop(record.request_id, None)
+        self.in_flight[record.request_id] = record
+
+    def recall(self, record: Record) -> None:
+        """A request that never started is outside the engine again. Its handle stays good."""
+        del self.in_flight[record.request_id]
+        if record.engine_id is not None and record.engine_id != record.handle:
+            self._handles.pop(record.engine_id, None)
+        record.engine_id = None
+        self.held[record.request_id] = record
+
+    def oldest_first(self) -> list[Record]:
+        """What is held, in order of admission."""
+        return sorted(self.held.values(), key=lambda record: record.seq)
+
+    # -- ends --------------------------------------------------------------------------
+
+    def finished(self, record: Record) -> None:
+        """Its last output goes straight to its caller."""
+        del self.in_flight[record.request_id]
+        self._forget(record)
+
+    def post(self, record: Record, output: Any) -> None:
+        """An output waits in the mailbox; its last one ends the request. The output is a snapshot."""
+        self.mailbox.append((record, output))
+        if output.finished:
+            self.in_flight.pop(record.request_id, None)
+            self.held.pop(record.request_id, None)
+            self.undelivered[record.request_id] = record
+
+    def take(self, owner: Scope | None) -> list[Any]:
+        """Everything in the mailbox that this caller may have, in order, once."""
+        taken: list[Any] = []
+        left: deque[tuple[Record, Any]] = deque()
+        for record, output in self.mailbox:
+            if not self.takes(owner, record):
+                left.append((record, output))
+                continue
+            taken.append(output)
+            if output.finished:
+                del self.undelivered[record.request_id]
+                self.hand_out(record, output, owner)
+                self._forget(record)
+        self.mailbox = left
+        return taken
+
+    def hand_out(self, record: Record, output: Any, owner: Scope | None) -> None:
+        """Remember a delivered last output for as long as its call may still be interrupted."""
+        if owner is not None and owner.keeps:
+            owner.handed_out.append((record, output))
+
+    def drop(self, record: Record) -> None:
+        """End a request without delivery: its own caller gave it up, or nothing can be delivered."""
+        for place in (self.in_flight, self.held, self.undelivered):
+            place.pop(record.request_id, None)
+        if any(entry is record for entry, _ in self.mailbox):
+            self.mailbox = deque(item for item in self.mailbox if item[0] is not record)
+        self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        self._count(record.owner, -1)
+        self._handles.pop(record.handle, None)
+        if record.engine_id is not None:
+            self._handles.pop(record.engine_id, None)
+
+    # -- owners --------------------------------------------------------------------------
+
+    def own(self, records: Iterable[Record], owner: Scope) -> None:
+        """Give these requests to another owner."""
+        for record in records:
+            self._count(record.owner, -1)
+            record.owner = owner
+            self._count(owner, 1)
+
+    def owned_by(self, owner: Scope) -> list[Record]:
+        return [record for record in self.records() if record.owner is owner]
+
+    def give_back(self, scope: Scope) -> None:
+        """What an interrupted `wait_for_completion` had taken can be taken again."""
+        for record, output in scope.handed_out:
+            record.owner = self.enqueued
+            self._count(record.owner, 1)
+            self._handles[record.handle] = record
+            self.post(record, output)
+        scope.handed_out.clear()
+
+    # -- invariants ------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """The broken promises of this ledger: empty unless this library has a bug."""
+        wrong = []
+        places = [*self.in_flight, *self.held, *self.undelivered]
+        if len(places) != len(set(places)):
+            wrong.append("a request is in two places")
+        last = [record.request_id for record, output in self.mailbox if output.finished]
+        if sorted(last) != sorted(self.undelivered):
+            wrong.append("the undelivered are not those with a last output in the mailbox")
+        ended: set[str] = set()
+        for record, output in self.mailbox:
+            if record.request_id in ended:
+                wrong.append(f"an output of {record.request_id!r} follows its last one")
+            if output.finished:
+                ended.add(record.request_id)
+            if not self.is_live(record.request_id):
+                wrong.append(f"the mailbox has an output of {record.request_id!r}, which is not live")
+        if any(record.engine_id is None for record in self.in_flight.values()):
+            wrong.append("a request in flight has no engine id")
+        if any(record.engine_id is not None for record in self.held.values()):
+            wrong.append("a held request has an engine id")
+        owners = Counter(id(record.owner) for record in self.records())
+        scopes = {id(record.owner): record.owner for record in self.records()}
+        if any(scopes[key].live != count for key, count in owners.items()):
+            wrong.append("an owner's count of live requests is wrong")
+        if self.scoped != len(places) - owners[id(self.anybody)] - owners[id(self.enqueued)]:
+            wrong.append("the count of requests of blocking calls is wrong")
+        if any(self._handles.get(record.handle) is not record for record in self.records()):
+            wrong.append("a handle does not lead to its request")
+        return wrong
+
