@@ -6,14 +6,14 @@ Names are imported when they are first used, so that the simulated engine needs 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine_adapter.attach import attach
+    from engine_adapter.standin import attach
     from engine_adapter.simulated import SimulatedEngine
     from engine_adapter.vllm_inprocess import VllmInprocess
 
 __all__ = ["SimulatedEngine", "VllmInprocess", "attach"]
 
 _HOMES = {
-    "attach": "engine_adapter.attach",
+    "attach": "engine_adapter.standin",
     "SimulatedEngine": "engine_adapter.simulated",
     "VllmInprocess": "engine_adapter.vllm_inprocess",
 }

@@ -473,7 +473,7 @@ class SimulatedEngine:
     def _strike(self, fault: Fault, name: str, method: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         if fault.hang is not None and fault.when == "before":
             fault.hang.wait()
-        self._effect = fault.effect
+        self._effect = fault.effect or self._effect
         result = fault.returns
         replaced = fault.raises is not None or result is not _UNSET
         if fault.when == "after" or not replaced:
@@ -816,14 +816,11 @@ class SimulatedEngine:
             request.compute(self.block_size, self.prefix_cache[block_hash])
 
     def _tamper(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        if not outputs:
-            self.faults.add("step", effect=self._effect)  # wait for a step with outputs
-            self._effect = ""
-        elif self._take("output_dropped"):
+        if outputs and self._take("output_dropped"):
             return outputs[:-1]
-        elif self._take("output_duplicated"):
+        if outputs and self._take("output_duplicated"):
             return [*outputs, outputs[-1]]
-        return outputs
+        return outputs  # the effect waits for a step with outputs
 
     # Memory
 
@@ -1022,6 +1019,7 @@ class SimulatedEngine:
         self.closed = True
         for held in (self.waiting, self.running, self.launched, self.requests, self.parents):
             held.clear()
+        self.live_ids.clear()
         self.finished_ids.clear()
         self.resident.clear()
 

@@ -29,6 +29,7 @@ Event = dict[str, Any]
 Sink = Callable[[Mapping[str, Any]], None]
 
 _WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed"})
+logging.getLogger("lifecycle").addHandler(logging.NullHandler())
 _fallback = structlog.wrap_logger(
     logging.getLogger("lifecycle"),
     processors=[structlog.stdlib.render_to_log_kwargs],

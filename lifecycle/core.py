@@ -145,7 +145,7 @@ class Core:
             ],
         )
         self.events.emit(
-            "attached", dest=self.state, table=table.TABLE_VERSION, policy=self.policy, **self._facts_fields()
+            "attached", dest=self.state.value, table=table.TABLE_VERSION, policy=self.policy, **self._facts_fields()
         )
         self._set_open()
 

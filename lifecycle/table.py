@@ -357,9 +357,26 @@ def meets(need: Need, state: State, facts: Facts) -> bool:
     return state in check.states and check.holds(facts)
 
 
+# What an error message offers instead: the calls that lead somewhere.
+STEERING: Final = (
+    "add_request",
+    "step",
+    "wake_up",
+    "resume",
+    "reload_weights",
+    "mark_weights_loaded",
+    "sleep",
+    "pause",
+    "release_kv_cache_memory",
+    "abort_request",
+    "recover",
+    "close",
+)
+
+
 def legal_calls(state: State, facts: Facts) -> tuple[str, ...]:
-    """The calls that are legal now, in the order of `NEEDS`: what an error message lists."""
-    return tuple(call for call, need in NEEDS.items() if meets(need, state, facts))
+    """Those of the steering calls that are legal now."""
+    return tuple(call for call in STEERING if meets(NEEDS[call], state, facts))
 
 
 def admits(state: State) -> bool:

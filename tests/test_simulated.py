@@ -122,6 +122,13 @@ class TestTokens:
             engine.prepare("r", "x", {"n": 1}, {})
         with pytest.raises(TypeError):
             engine.add(engine.prepare("r", 5, SamplingParams(), {}))
+        with pytest.raises(TypeError):
+            engine.prepare(7, "x", SamplingParams(), {})
+
+    def test_too_few_blocks(self):
+        """An engine that could never hold one whole request is not built."""
+        with pytest.raises(ValueError):
+            SimulatedEngine(max_model_len=64, block_size=4, num_blocks=15)
 
     def test_model_length(self):
         """A request ends where the model does."""
@@ -179,6 +186,7 @@ class TestScheduling:
         while not any(request.num_preemptions for request in engine.waiting):
             engine.step()
         assert [request.request_id for request in engine.waiting] == ids[2:]
+        assert engine.waiting[0].num_computed == engine.waiting[0].blocks == 0
         assert engine.unstarted(ids) == ids[3:]
 
     def test_chunked_prefill(self):
@@ -203,6 +211,14 @@ class TestScheduling:
         assert len(engine.step()) == 1
         assert not engine.has_launched()
         assert engine.misuse == []
+
+    def test_nothing_launched_beyond_the_end(self):
+        """A request whose last token is launched is not scheduled again."""
+        engine = SimulatedEngine(batch_queue_size=2)
+        add(engine, "r", max_tokens=1)
+        engine.step()
+        assert engine.step()[0].finished
+        assert not engine.has_launched()
 
     def test_flush(self):
         """A finished id needs one more step."""
@@ -480,6 +496,15 @@ class TestMemory:
         assert found[1] == expected_tokens(prompt, params, 0, new)
         assert old != new
 
+    @pytest.mark.parametrize("level", [0, 1, 2])
+    def test_sleep_drops_the_cache(self, level):
+        """Levels 1 and 2 drop the prefix cache with the KV memory; level 0 keeps it."""
+        engine = SimulatedEngine()
+        add(engine, "a", "x" * 40)
+        drain(engine)
+        engine.sleep(level)
+        assert bool(engine.prefix_cache) == (level == 0)
+
     def test_reset_with_requests(self):
         """While requests hold KV blocks the caches stay."""
         engine = SimulatedEngine()
@@ -554,6 +579,7 @@ class TestMisuse:
         engine.pause_scheduling()
         engine.sleep(1)
         assert "launched" in engine.misuse[0]
+        assert not engine.has_launched()
 
     @pytest.mark.parametrize("level", [-1, 7])
     def test_level(self, level):
@@ -790,6 +816,16 @@ class TestRecords:
             "wake_up(weights,kv_cache)",
             "call(collective_rpc,reload_weights)",
         ]
+
+    def test_surface(self):
+        """The counts speak of samples, as vLLM's do; the version is the one set."""
+        engine = SimulatedEngine()
+        add(engine, "r", n=3)
+        engine.call("set_weight_version", "v7")
+        assert engine.call("get_weight_version") == "v7"
+        assert engine.call("get_num_unfinished_requests") == 3
+        assert engine.call("is_sleeping") is False
+        assert engine.calls == ["add(r)", "call(set_weight_version,v7)"]
 
     def test_no_record(self):
         """With record=False nothing is kept."""

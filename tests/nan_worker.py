@@ -1,0 +1,49 @@
+"""A CPU worker whose sleep levels are real.
+
+vLLM's own CPU worker does nothing to memory at sleep. This one does what a GPU does to
+contents: at level 1 the weights are kept aside, at level 2 they are gone, and the KV
+cache is gone at both. Gone means NaN, so that any use of it shows.
+"""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class NanWorker(CPUWorker):
+    _kept: dict[str, Any] | None = None
+    fail_next_sleep: BaseException | None = None
+    fail_next_wake: BaseException | None = None
+
+    def _parameters(self) -> dict[str, Any]:
+        return {name: parameter.data for name, parameter in self.get_model().named_parameters()}
+
+    def _fill_kv(self, value: float) -> None:
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(value)
+
+    def sleep(self, level: int = 1) -> None:
+        failure, self.fail_next_sleep = self.fail_next_sleep, None
+        if failure is not None:
+            raise failure
+        parameters = self._parameters()
+        self._kept = {name: data.clone() for name, data in parameters.items()} if level == 1 else None
+        for data in parameters.values():
+            data.fill_(float("nan"))
+        self._fill_kv(float("nan"))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        failure, self.fail_next_wake = self.fail_next_wake, None
+        if failure is not None:
+            raise failure
+        if (tags is None or "weights" in tags) and self._kept is not None:
+            for name, data in self._parameters().items():
+                data.copy_(self._kept[name])
+            self._kept = None
+        if tags is None or "kv_cache" in tags:
+            # Freshly mapped memory is not NaN either; kernels read past the written end and mask it.
+            self._fill_kv(0.0)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "kv_cache" in tags:
+            self._fill_kv(float("nan"))
