@@ -6,8 +6,8 @@ Names are imported when they are first used, so that the simulated engine needs 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine_adapter.standin import attach
     from engine_adapter.simulated import SimulatedEngine
+    from engine_adapter.standin import attach
     from engine_adapter.vllm_inprocess import VllmInprocess
 
 __all__ = ["SimulatedEngine", "VllmInprocess", "attach"]
@@ -23,6 +23,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    from importlib import import_module  # noqa: PLC0415  (the point is to import late)
+    from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)

@@ -101,7 +101,9 @@ class _StandIn:
         return f"<guarded {object.__getattribute__(self, '_guarded_engine')!r}>"
 
 
-def _like(original: Callable[..., Any], replacement: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
+def _like(
+    original: Callable[..., Any], replacement: Callable[..., Any], **defaults: Any
+) -> Callable[..., Any]:
     """The replacement under the original's name and signature, with some defaults changed.
 
     Extra keywords of the replacement (a drain's `timeout`, `progress`) stay usable.
@@ -179,7 +181,7 @@ def attach(
     owned, so `close()` only detaches. Raises UnsupportedEngine for an engine that can't
     be guarded, InvalidArgument for a holder without one.
     """
-    from engine_adapter.vllm_inprocess import VllmInprocess  # noqa: PLC0415  (imports vllm)
+    from engine_adapter.vllm_inprocess import VllmInprocess
 
     engine = getattr(holder, attr, None)
     if engine is None:

@@ -22,6 +22,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -77,7 +78,7 @@ def _allocations() -> Iterable[Any]:
     """The allocations of vLLM's sleep-mode allocator in this process, if it is in use."""
     if not current_platform.is_cuda_alike():
         return ()
-    from vllm.device_allocator.cumem import CuMemAllocator  # noqa: PLC0415  (loads a CUDA library)
+    from vllm.device_allocator.cumem import CuMemAllocator
 
     return CuMemAllocator.get_instance().pointer_to_data.values() if CuMemAllocator.instance else ()
 
@@ -173,7 +174,7 @@ class VllmInprocess:
         result: list[Any] = self._engine.engine_core.collective_rpc(function)
         return result
 
-    # -- condition ---------------------------------------------------------------------------
+    # -- condition -------------------------------------------------------------------------------------
 
     def condition(self) -> Condition:
         """Residency from the executor, pause from the scheduler, level where the allocator tells."""
@@ -208,9 +209,9 @@ class VllmInprocess:
                 delta = state.output_kind == RequestOutputKind.DELTA
                 yield Found(state.external_req_id, engine_id, parent.n if parent else 1, delta)
 
-    # -- requests ------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------
 
-    def prepare(self, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
+    def prepare(self, request_id: Any, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """The call with a snapshot of its parameters; equal ones in a row share one."""
         if isinstance(prompt, EngineCoreRequest):
             request_id, params = prompt.request_id, prompt.params
@@ -224,7 +225,7 @@ class VllmInprocess:
         arrival = given.pop("arrival_time", None)
         if arrival is None:
             arrival = (prompt.get("arrival_time") if isinstance(prompt, dict) else None) or time.time()
-        if self._last_params is None or type(params) is not type(self._last_params) or params != self._last_params:
+        if self._last_params is None or params != self._last_params:
             self._last_params = params.clone()
         return Call(
             request_id=request_id,
@@ -325,7 +326,7 @@ class VllmInprocess:
                 sample.logprobs = sample.logprobs[:]
         return snapshot
 
-    # -- scheduling ------------------------------------------------------------------------------
+    # -- scheduling ------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
         """Computed tokens of the running set: rises at every healthy step, long prefills included."""
@@ -353,7 +354,7 @@ class VllmInprocess:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
         self._level = None
 
-    # -- memory ------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
         """The engine's own sleep in `keep` mode, which neither drops nor steps requests."""
@@ -383,7 +384,7 @@ class VllmInprocess:
         return max((sum(rank.asleep.get(tag, 0) for tag in tags) - rank.free for rank in ranks), default=0)
 
     def release_kv_cache_memory(self) -> None:
-        """vLLM's own, from 0.32."""
+        """The engine's own call, from 0.32 on."""
         self._engine.release_kv_cache_memory()
 
     def reset_caches(self) -> bool:
@@ -505,10 +506,9 @@ def _total(values: Iterable[int | None]) -> int | None:
 
 def _resident_bytes() -> int | None:
     try:
-        import resource  # noqa: PLC0415  (POSIX only)
+        import resource
 
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
     except (ImportError, OSError):
         return None
 
@@ -516,7 +516,11 @@ def _resident_bytes() -> int | None:
 def doctor() -> list[tuple[str, str]]:
     """Lines for `lifecycle doctor`: versions, and what this release of vLLM has of what is used."""
     engine, core, scheduler = _class_surface()
-    rows = [("vllm", vllm.__version__), ("torch", str(torch.__version__)), ("platform", current_platform.device_name)]
+    rows = [
+        ("vllm", vllm.__version__),
+        ("torch", str(torch.__version__)),
+        ("platform", current_platform.device_name),
+    ]
     rows += [
         (f"LLMEngine.{name}", "yes" if hasattr(engine, name) else f"missing: {cost}")
         for name, cost in {
@@ -540,13 +544,17 @@ def doctor() -> list[tuple[str, str]]:
         }.items()
     ]
     by_tags = isinstance(inspect.getattr_static(Executor, "is_sleeping", None), property)
-    rows.append(("sleep again from partly awake", "yes" if by_tags else "missing: refused unless all is awake"))
-    rows.append(("wake the KV cache first at level 2", "yes" if by_tags else "missing: refused, weights first"))
+    rows.append(
+        ("sleep again from partly awake", "yes" if by_tags else "missing: refused unless all is awake")
+    )
+    rows.append(
+        ("wake the KV cache first at level 2", "yes" if by_tags else "missing: refused, weights first")
+    )
     return rows
 
 
 def _class_surface() -> tuple[type, type, type]:
-    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  (heavy, needed here only)
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
 
     return LLMEngine, EngineCore, Scheduler

@@ -28,6 +28,8 @@ import structlog
 Event = dict[str, Any]
 Sink = Callable[[Mapping[str, Any]], None]
 
+# Distinct messages without end must not grow memory.
+_MAX_REPEATS = 64
 _WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed"})
 logging.getLogger("lifecycle").addHandler(logging.NullHandler())
 _fallback = structlog.wrap_logger(
@@ -95,7 +97,7 @@ class EventLog:
         key = (event, *sorted((name, str(value)) for name, value in fields.items()))
         seen = self._repeats.get(key)
         if seen is None:
-            if len(self._repeats) >= 64:  # distinct messages without end must not grow memory
+            if len(self._repeats) >= _MAX_REPEATS:
                 self._repeats.clear()
             self._repeats[key] = self.emit(event, count=1, **fields)
         else:
@@ -104,7 +106,7 @@ class EventLog:
     def _give(self, sink: Sink, record: Event) -> None:
         try:
             sink(record)
-        except Exception as error:  # a broken sink must not reach the engine's path
+        except Exception as error:  # noqa: BLE001  (a broken sink must not reach the engine's path)
             self.sink_failures += 1
             if self.sink_failures == 1:
                 logging.getLogger("lifecycle").warning("an event sink raised: %r", error)

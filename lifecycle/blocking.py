@@ -29,10 +29,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
-from lifecycle.core import Core, Sleep
+from lifecycle.core import Core
 from lifecycle.engine import Engine, LoadReport, SleepReport, Snapshot, WakeReport
 from lifecycle.errors import IllegalCall
 from lifecycle.requests import Scope
+from lifecycle.sleep import Sleep
 from lifecycle.table import SERVING, Need, State
 
 
@@ -198,7 +199,7 @@ class Lifecycle:
         self._core.forked = True
         self._core.open = False
 
-    # -- reading: no lock --------------------------------------------------------------------
+    # -- reading: no lock ------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """State, facts, counts, and what is under way with its age. From any thread, never blocks."""
@@ -206,6 +207,7 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
+        """Where the engine is, now."""
         return self._core.state
 
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
@@ -233,7 +235,7 @@ class Lifecycle:
         with self._lock:
             return self._core.ledger.samples(self._scope())
 
-    # -- requests ------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -267,7 +269,7 @@ class Lifecycle:
         self._interrupt.deliver()
         return handle
 
-    def abort_request(self, request_ids: Sequence[str], internal: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  (vLLM's signature)
+    def abort_request(self, request_ids: Sequence[str], internal: bool = False) -> None:  # noqa: ARG002  (vLLM's signature)
         """End requests without an output. Ids of either kind are understood; unknown ones ignored."""
         if isinstance(request_ids, str):
             raise self._core.invalid("abort_request", f"request_ids must be a list, not {request_ids!r}")
@@ -309,7 +311,7 @@ class Lifecycle:
             self._notify()
         return outputs
 
-    # -- change, for those who wait -----------------------------------------------------------------
+    # -- change, for those who wait --------------------------------------------------------------------
 
     def _notify(self) -> None:
         with self._changed:
@@ -320,7 +322,7 @@ class Lifecycle:
         with self._changed:
             self._changed.wait_for(lambda: self._changes != seen, timeout=1.0)
 
-    # -- scopes --------------------------------------------------------------------------------------
+    # -- scopes ----------------------------------------------------------------------------------------
 
     @contextmanager
     def scope(self, call: str, *, claims_enqueued: bool = False, enqueues: bool = False) -> Iterator[None]:
@@ -355,7 +357,9 @@ class Lifecycle:
             self._scopes.current = None
         with self._lock:
             rest = core.ledger.owned_by(scope)
-            core.ledger.own(rest, core.ledger.enqueued if enqueues or claims_enqueued else core.ledger.anybody)
+            core.ledger.own(
+                rest, core.ledger.enqueued if enqueues or claims_enqueued else core.ledger.anybody
+            )
 
     def _abandon(self, scope: Scope) -> None:
         """A scope was left by an exception: nobody will take what it owns."""
@@ -392,9 +396,7 @@ class Lifecycle:
         Raises InvalidArgument, IllegalCall, DrainTimeout, DrainStalled, DrainCancelled,
         EngineFailed, ReleaseFailed.
         """
-        return self._sleep(
-            level, mode, progress, timeout=timeout, on_timeout=on_timeout, max_steps=max_steps
-        )
+        return self._sleep(level, mode, progress, timeout=timeout, on_timeout=on_timeout, max_steps=max_steps)
 
     def pause(
         self,
@@ -474,7 +476,7 @@ class Lifecycle:
         with self._lock:
             self._core.release_kv_cache_memory()
 
-    # -- weights --------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------
 
     def reload_weights(self, version: str | None = None, **kwargs: Any) -> LoadReport:
         """Reload the weights through the engine: from its checkpoint, or as vLLM's own keywords say."""
@@ -484,13 +486,13 @@ class Lifecycle:
         return report
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
-        """Say that the weights are loaded. Raises WeightsNotValid, naming parameters, if they are not."""
+        """Say that the weights are loaded. Raises WeightsNotValid, naming what is not."""
         with self._lock:
             report = self._core.mark_weights_loaded(version)
         self._notify()
         return report
 
-    # -- the rest of the engine's surface ----------------------------------------------------------------------
+    # -- the rest of the engine's surface --------------------------------------------------------------
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method of every worker. What it needs goes by its name; see `lifecycle.table.RPC_NEEDS`."""
@@ -517,12 +519,14 @@ class Lifecycle:
         return done
 
     def reset_encoder_cache(self) -> None:
+        """Drop the encoder cache."""
         self.call("reset_encoder_cache")
 
     def reset_mm_cache(self) -> None:
+        """Drop the multimodal caches."""
         self.call("reset_mm_cache")
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------
 
     def recover(self) -> tuple[str, ...]:
         """After a failure: shut the old engine down, build a new one, admit what was held.

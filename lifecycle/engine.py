@@ -113,7 +113,7 @@ class Progress:
     running: frozenset[str]
 
 
-class OutOfDeviceMemory(Exception):  # noqa: N818  (a condition the core turns into WakeFailed)
+class OutOfDeviceMemory(Exception):
     """An engine's wake found too little free device memory and mapped nothing."""
 
     def __init__(self, message: str, missing_bytes: int | None = None) -> None:
@@ -237,6 +237,7 @@ class Report:
     """Base of the reports: `to_dict()` for logs, one line as `str()`."""
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, for logs."""
         return {key: _plain(value) for key, value in asdict(self).items()}  # type: ignore[call-overload]  # every subclass is a dataclass
 
 
@@ -274,6 +275,7 @@ class SleepReport(Report):
 
     @property
     def released_bytes(self) -> int | None:
+        """Device bytes that the sleep freed, None where they can't be measured."""
         if self.device_before is None or self.device_after is None:
             return None
         return self.device_before - self.device_after
@@ -368,4 +370,5 @@ class Snapshot:
     seq: int
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, for logs."""
         return {key: _plain(value) for key, value in asdict(self).items()}

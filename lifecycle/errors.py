@@ -21,7 +21,7 @@
 All of them pickle with their fields, since they cross process boundaries (Ray).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -145,3 +145,9 @@ class InternalError(LifecycleError):
 def names(calls: Iterable[str]) -> str:
     """A readable list for a message: "wake_up, abort_request, close", or "nothing"."""
     return ", ".join(calls) or "nothing"
+
+
+def some(ids: Sequence[str], most: int = 5) -> str:
+    """The first few of many, for a message: "a, b and 98 more"."""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"{names(ids[:most])}{more}"

@@ -55,11 +55,12 @@ class Record:
         self.seq = seq
         self.owner = owner
         self.epoch = epoch
-        self.engine_id: str | None = None
+        self.engine_id = ""  # while it is inside the engine
         self.handle = ""
 
     @property
     def request_id(self) -> str:
+        """The caller's id."""
         return self.call.request_id
 
     @property
@@ -82,14 +83,14 @@ class Ledger:
         self._handles: dict[str, Record] = {}
         self._seq = 0
 
-    # -- reading ---------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------
 
     def is_live(self, request_id: str) -> bool:
-        return (
-            request_id in self.in_flight or request_id in self.held or request_id in self.undelivered
-        )
+        """Whether this id has not come to its end yet."""
+        return request_id in self.in_flight or request_id in self.held or request_id in self.undelivered
 
     def records(self) -> Iterator[Record]:
+        """All live requests."""
         yield from self.in_flight.values()
         yield from self.held.values()
         yield from self.undelivered.values()
@@ -132,7 +133,7 @@ class Ledger:
     def _by_request_id(self, name: str) -> Record | None:
         return self.in_flight.get(name) or self.held.get(name) or self.undelivered.get(name)
 
-    # -- admission ---------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------
 
     def _enter(self, call: Call, owner: Scope | None, epoch: int) -> Record:
         self._seq += 1
@@ -165,16 +166,16 @@ class Ledger:
     def recall(self, record: Record) -> None:
         """A request that never started is outside the engine again. Its handle stays good."""
         del self.in_flight[record.request_id]
-        if record.engine_id is not None and record.engine_id != record.handle:
+        if record.engine_id != record.handle:
             self._handles.pop(record.engine_id, None)
-        record.engine_id = None
+        record.engine_id = ""
         self.held[record.request_id] = record
 
     def oldest_first(self) -> list[Record]:
         """What is held, in order of admission."""
         return sorted(self.held.values(), key=lambda record: record.seq)
 
-    # -- ends --------------------------------------------------------------------------
+    # -- ends ------------------------------------------------------------------------------------------
 
     def finished(self, record: Record) -> None:
         """Its last output goes straight to its caller."""
@@ -221,10 +222,9 @@ class Ledger:
     def _forget(self, record: Record) -> None:
         self._count(record.owner, -1)
         self._handles.pop(record.handle, None)
-        if record.engine_id is not None:
-            self._handles.pop(record.engine_id, None)
+        self._handles.pop(record.engine_id, None)
 
-    # -- owners --------------------------------------------------------------------------
+    # -- owners ----------------------------------------------------------------------------------------
 
     def own(self, records: Iterable[Record], owner: Scope) -> None:
         """Give these requests to another owner."""
@@ -234,6 +234,7 @@ class Ledger:
             self._count(owner, 1)
 
     def owned_by(self, owner: Scope) -> list[Record]:
+        """All live requests of one owner."""
         return [record for record in self.records() if record.owner is owner]
 
     def give_back(self, scope: Scope) -> None:
@@ -245,36 +246,42 @@ class Ledger:
             self.post(record, output)
         scope.handed_out.clear()
 
-    # -- invariants ------------------------------------------------------------------------
+    # -- invariants ------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
         """The broken promises of this ledger: empty unless this library has a bug."""
-        wrong = []
-        places = [*self.in_flight, *self.held, *self.undelivered]
-        if len(places) != len(set(places)):
-            wrong.append("a request is in two places")
+        ids = [*self.in_flight, *self.held, *self.undelivered]
+        owners = Counter(id(record.owner) for record in self.records())
+        scoped = len(ids) - owners[id(self.anybody)] - owners[id(self.enqueued)]
         last = [record.request_id for record, output in self.mailbox if output.finished]
-        if sorted(last) != sorted(self.undelivered):
-            wrong.append("the undelivered are not those with a last output in the mailbox")
+        promises = {
+            "a request is in one place": len(ids) == len(set(ids)),
+            "the undelivered are those with a last output in the mailbox": sorted(last)
+            == sorted(self.undelivered),
+            "the last output of a request is its last in the mailbox": self._last_comes_last(),
+            "the mailbox has outputs of live requests only": all(
+                self.is_live(record.request_id) for record, _ in self.mailbox
+            ),
+            "what is in flight has an engine id": all(r.engine_id for r in self.in_flight.values()),
+            "what is held has none": not any(record.engine_id for record in self.held.values()),
+            "an owner counts its live requests": all(
+                record.owner.live == owners[id(record.owner)] for record in self.records()
+            ),
+            "requests of blocking calls are counted": self.scoped == scoped,
+            "a handle leads to its request": all(
+                self._handles.get(record.handle) is record for record in self.records()
+            ),
+            "no handle leads to a forgotten request": all(
+                self.is_live(record.request_id) for record in self._handles.values()
+            ),
+        }
+        return [promise for promise, kept in promises.items() if not kept]
+
+    def _last_comes_last(self) -> bool:
         ended: set[str] = set()
         for record, output in self.mailbox:
             if record.request_id in ended:
-                wrong.append(f"an output of {record.request_id!r} follows its last one")
+                return False
             if output.finished:
                 ended.add(record.request_id)
-            if not self.is_live(record.request_id):
-                wrong.append(f"the mailbox has an output of {record.request_id!r}, which is not live")
-        if any(record.engine_id is None for record in self.in_flight.values()):
-            wrong.append("a request in flight has no engine id")
-        if any(record.engine_id is not None for record in self.held.values()):
-            wrong.append("a held request has an engine id")
-        owners = Counter(id(record.owner) for record in self.records())
-        scopes = {id(record.owner): record.owner for record in self.records()}
-        if any(scopes[key].live != count for key, count in owners.items()):
-            wrong.append("an owner's count of live requests is wrong")
-        if self.scoped != len(places) - owners[id(self.anybody)] - owners[id(self.enqueued)]:
-            wrong.append("the count of requests of blocking calls is wrong")
-        if any(self._handles.get(record.handle) is not record for record in self.records()):
-            wrong.append("a handle does not lead to its request")
-        return wrong
-
+        return True

@@ -97,6 +97,7 @@ class Facts:
 
     @property
     def all_resident(self) -> bool:
+        """All memory is mapped."""
         return self.resident >= MEMORY_TAGS
 
     @property
@@ -132,7 +133,7 @@ class Trigger(StrEnum):
 
 # The words a message uses for a guard that does not hold.
 GUARDS: Final[Mapping[str, tuple[Callable[[Facts], bool], str]]] = {
-    "always": (lambda f: True, ""),
+    "always": (lambda _: True, ""),
     "idle": (lambda f: not f.busy, "nothing in flight or held"),
     "busy": (lambda f: f.busy, "requests in flight or held"),
     "nothing_in_flight": (lambda f: not f.in_flight, "nothing in flight"),
@@ -342,10 +343,10 @@ RPC_NEEDS: Final[Mapping[str, Need]] = {
 RPC_LOAD_PREFIX: Final = "update_weights"
 
 
-def rpc_need(method: str, own: Mapping[str, str | Need] = RPC_NEEDS) -> Need:
+def rpc_need(method: str, own: Mapping[str, Need]) -> Need:
     """What the worker method `method` needs; the caller's `own` names come first."""
     if method in own:
-        return Need(own[method])
+        return own[method]
     if method in RPC_NEEDS:
         return RPC_NEEDS[method]
     return Need.LOADING if method.startswith(RPC_LOAD_PREFIX) else RPC_DEFAULT

@@ -1,0 +1,307 @@
+"""A sleep under way, as a step object: close admission, drain, release memory, verify.
+
+Theory of operation
+-------------------
+`Core.begin_sleep` makes one. Each `advance()` runs one engine step of the drain, or one
+phase, and returns the report once the engine sleeps; `cancel()` rolls back while it
+drains. Whoever holds the object owns the transition, so `DRAINING` always has an owner.
+
+The modes differ in what they do to requests in flight, and in when the engine is quiet:
+
+`wait`
+    what never started is *recalled*: aborted in the engine and held, to be admitted
+    again after the wake. What started is stepped to its end, so that the scheduler is
+    really empty and no started `n > 1` is split.
+`wait_all`
+    everything is stepped to its end.
+`abort`
+    everything ends now, with the tokens it has.
+`keep`
+    scheduling stops, launched batches are stepped out, requests freeze in the engine.
+"""
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from lifecycle import table
+from lifecycle.engine import Memory, Progress, SleepReport
+from lifecycle.errors import (
+    DrainCancelled,
+    DrainError,
+    DrainStalled,
+    DrainTimeout,
+    IllegalCall,
+    ReleaseFailed,
+    some,
+)
+from lifecycle.table import WEIGHTS, State, Trigger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lifecycle.core import Core
+
+# A sleep that frees less than this part of what the engine holds did not really free it.
+RELEASED_ENOUGH = 0.5
+
+
+class SleepRequest(NamedTuple):
+    """What the caller asked for, checked. timeout is in seconds; pause: until `resume()`."""
+
+    level: int
+    mode: str
+    timeout: float | None
+    on_timeout: str
+    max_steps: int | None
+    pause: bool
+
+    def __str__(self) -> str:
+        return f"{'pause' if self.pause else 'sleep'}(level={self.level}, mode={self.mode})"
+
+
+class Sleep:
+    """One sleep under way. See the module's docstring."""
+
+    def __init__(self, core: "Core", request: SleepRequest) -> None:
+        self._core = core
+        self._request = request
+        self.mode = request.mode  # changes when a deadline falls through to another
+        self.draining = False
+        self.started = time.monotonic()
+        self.drained: list[str] = []
+        self.aborted: tuple[str, ...] = ()
+        self.steps = 0
+        self.tokens = 0
+        self.report: SleepReport | None = None
+        self._deadline = request.timeout
+        self._last_step = request.max_steps
+        self._warnings: list[str] = []
+        self._progress: Progress | None = None
+        self._progress_at = self.started
+        self._trigger = Trigger.SLEPT
+        self._phase: Callable[[], None] = self._drain
+        if core.state in table.SERVING:
+            self._begin_drain()
+        elif self._is_already_there():
+            core.paused = core.paused or request.pause
+            core.events.emit_repeatable("noop", call=str(self), state=core.state.value)
+            self.report = SleepReport(level=core.level or 0, mode=self.mode, noop=True)
+        else:
+            self._begin_asleep()
+
+    def __str__(self) -> str:
+        return str(self._request)
+
+    def advance(self) -> SleepReport | None:
+        """Run one engine step or one phase; the report once the engine sleeps.
+
+        Raises DrainTimeout, DrainStalled (both rolled back), EngineFailed, ReleaseFailed.
+        """
+        if self.report is None:
+            self._phase()
+        return self.report
+
+    def remaining(self) -> tuple[str, ...]:
+        """Ids still in flight."""
+        return tuple(self._core.ledger.in_flight)
+
+    # -- the beginning ---------------------------------------------------------------------------------
+
+    def _begin_drain(self) -> None:
+        core = self._core
+        core.begin_operation(str(self))
+        core.transition = self
+        self.draining = True
+        core.fire(Trigger.DRAIN)
+        self._enter(self.mode)
+
+    def _is_already_there(self) -> bool:
+        core, request = self._core, self._request
+        if request.pause:  # nothing runs, and the next wake will stop at the pause
+            return True
+        return core.state is State.SLEEPING and core.level == request.level
+
+    def _begin_asleep(self) -> None:
+        """From one sleep to another, where the engine really does it."""
+        core = self._core
+        facts = core.facts()
+        why = self._why_not(facts)
+        if why:
+            core.refuse(IllegalCall, str(self), why)
+        if facts.in_flight and self.mode in ("wait", "wait_all"):
+            core.refuse(
+                IllegalCall,
+                str(self),
+                f"{facts.in_flight} kept requests can't finish while asleep: use mode='keep' or mode='abort'",
+            )
+        self._trigger = Trigger.DEEPEN if core.state is State.SLEEPING else Trigger.RESLEEP
+        core.transition = self
+        if self.mode == "abort":
+            self.aborted = core.end_all("abort")
+        self._phase = self._release
+
+    def _why_not(self, facts: table.Facts) -> str:
+        """Why the engine would free nothing, with a way out that needs no KV memory; "" if it would."""
+        if self._core.state is State.SLEEPING:
+            deeper = facts.level == 0 and self._request.level > 0
+            return "" if deeper else f"vLLM ignores a change from level {facts.level}: wake_up() first"
+        if self._request.level == 0:
+            return "it is asleep deeper than that; pause() holds the next wake at level 0"
+        if facts.can_resleep:
+            return ""
+        if WEIGHTS not in facts.resident:
+            return "vLLM ignores it while the weights sleep: wake_up(['weights']) first, then sleep"
+        return (
+            "this vLLM ignores it while the KV cache sleeps: wake_up(['kv_cache']) first, "
+            "or close() to free the weights without KV memory"
+        )
+
+    # -- the drain -------------------------------------------------------------------------------------
+
+    def _enter(self, mode: str) -> None:
+        """Apply a mode to what is in flight now."""
+        core = self._core
+        self.mode = mode
+        if mode == "wait":
+            core.recall()
+        elif mode == "abort":
+            self.aborted = core.end_all("abort")
+        elif mode == "keep":
+            core.run("pause_scheduling", core.engine.pause_scheduling)
+
+    def _drain(self) -> None:
+        engine = self._core.engine
+        busy = engine.has_launched() if self.mode == "keep" else engine.has_work()
+        if not busy:
+            self._phase = self._release
+            return
+        seconds = time.monotonic() - self.started
+        late = self._deadline is not None and seconds >= self._deadline
+        if late or (self._last_step is not None and self.steps >= self._last_step):
+            self._expire(seconds)
+            return
+        self._step()
+        self._look_for_progress()
+
+    def _step(self) -> None:
+        """One engine step; its outputs wait in the mailbox as snapshots."""
+        core = self._core
+        ledger, engine = core.ledger, core.engine
+        before = {name: engine.tokens(record.engine_id) for name, record in ledger.in_flight.items()}
+        outputs = core.step_engine()
+        self.steps += 1
+        for output in outputs:
+            record = ledger.in_flight.get(output.request_id)
+            if record is None:
+                core.note_stray(output)
+                continue
+            if output.finished:
+                self.drained.append(record.request_id)
+                old = 0 if record.call.delta else before[record.request_id]
+                self.tokens += engine.count_tokens(output) - old
+            ledger.post(record, engine.copy_output(output))
+        self.tokens += sum(
+            engine.tokens(record.engine_id) - before[name] for name, record in ledger.in_flight.items()
+        )
+
+    def _look_for_progress(self) -> None:
+        core = self._core
+        progress, now = core.engine.progress(), time.monotonic()
+        if progress != self._progress or self._progress is None:
+            self._progress, self._progress_at = progress, now
+        elif now - self._progress_at >= core.stall_s:
+            self._give_up(DrainStalled, f"computed nothing for {core.stall_s} s, though it says it has work")
+
+    def _expire(self, seconds: float) -> None:
+        """The deadline passed: roll back, or fall through to a mode that ends now."""
+        on_timeout = self._request.on_timeout
+        if on_timeout == "raise":
+            limit = f"{self._deadline} s" if self._deadline is not None else f"{self._last_step} steps"
+            self._give_up(DrainTimeout, f"was not quiet after {limit}")
+        self._warnings.append(f"deadline after {seconds:.3f} s: fell through to mode {on_timeout!r}")
+        self._deadline = self._last_step = None
+        self._enter(on_timeout)
+
+    def _give_up(self, kind: type[DrainError], why: str) -> None:
+        remaining, seconds = self.remaining(), time.monotonic() - self.started
+        self.cancel()
+        raise kind(
+            f"{self} was rolled back: the engine {why}; {len(remaining)} requests remain: {some(remaining)}",
+            remaining=remaining,
+            steps=self.steps,
+            seconds=seconds,
+        )
+
+    def cancel(self) -> bool:
+        """Roll back: admission reopens, what is held is admitted. False once it is too late."""
+        core = self._core
+        if not self.draining or core.transition is not self:
+            return False
+        self.draining = False
+        core.transition = None
+        core.run("resume_scheduling", core.engine.resume_scheduling)
+        core.readmit()
+        core.fire(Trigger.ROLL_BACK, call=str(self), duration_s=time.monotonic() - self.started)
+        return True
+
+    def cancelled(self, why: str) -> DrainCancelled:
+        """The error of a drain that `cancel()` rolled back."""
+        return DrainCancelled(
+            f"{self} was rolled back: {why}",
+            remaining=self.remaining(),
+            steps=self.steps,
+            seconds=time.monotonic() - self.started,
+        )
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        """Have the engine release its memory, and look whether it did."""
+        core, level = self._core, self._request.level
+        drained_at = time.monotonic()
+        before = core.engine.memory()
+        core.run("sleep", lambda: core.engine.sleep(level), announce=True)
+        condition = core.engine.condition()
+        if not condition.paused or (level > 0 and condition.resident):
+            core.fail_with("sleep", RuntimeError(f"sleep({level}) returned, but the engine is {condition}"))
+        after = core.engine.memory()
+        core.fell_asleep(level, condition.resident, pause=self._request.pause)
+        self.draining = False
+        core.transition = None
+        core.fire(self._trigger, call=str(self), duration_s=time.monotonic() - self.started)
+        short = self._falls_short(before, after)
+        self.report = SleepReport(
+            level=level,
+            mode=self.mode,
+            drained=tuple(self.drained),
+            aborted=self.aborted,
+            kept=self.remaining(),
+            held=tuple(core.ledger.held),
+            steps=self.steps,
+            tokens=self.tokens,
+            epoch=core.weights.epoch,
+            drain_s=drained_at - self.started,
+            release_s=time.monotonic() - drained_at,
+            device_before=before.device,
+            device_after=after.device,
+            host_before=before.host,
+            host_after=after.host,
+            warnings=(*self._warnings, *((short,) if short else ())),
+        )
+        core.note_memory("sleep", before, after, error=short)
+        if short and core.strict_release:
+            raise ReleaseFailed(
+                f"{self}: {short}",
+                released_bytes=self.report.released_bytes,
+                expected_bytes=before.asleepable,
+                report=self.report,
+            )
+
+    def _falls_short(self, before: Memory, after: Memory) -> str | None:
+        """A warning if far less was released than the engine held."""
+        if self._request.level == 0 or before.device is None or after.device is None or not before.asleepable:
+            return None
+        released = before.device - after.device
+        if released >= RELEASED_ENOUGH * before.asleepable:
+            return None
+        return f"released {released} bytes of the {before.asleepable} that the engine holds"

@@ -1,0 +1,114 @@
+"""Whether the contents of the weights can be served, and how anybody knows.
+
+Theory of operation
+-------------------
+After level 2 the weights' memory comes back undefined. The three policies differ in who
+says that it was loaded since:
+
+`checked`
+    every parameter is filled with NaN as soon as it is mapped, and a parameter with a
+    NaN left was not loaded. This sees loads that nothing could watch, and single shards.
+`declared`
+    the caller says so, or a whole reload was seen.
+`unchecked`
+    waking is enough; recorded as such.
+
+An update that failed, or began and has not finished, *taints*: only a whole load, the
+end of the update, or the caller's word cures that.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from lifecycle.audit import EventLog
+from lifecycle.engine import Engine
+from lifecycle.errors import InvalidArgument, UnsupportedEngine, names
+from lifecycle.table import Weights
+
+POLICIES: Final = ("checked", "declared", "unchecked")
+
+
+class WeightsKeeper:
+    """The condition of one engine's weights. `run` runs an engine call under the core's eyes.
+
+    epoch counts loads; version is the caller's own label for the last one.
+    """
+
+    def __init__(
+        self, policy: str | None, *, checkable: bool, run: Callable[..., Any], events: EventLog
+    ) -> None:
+        self.policy = _resolve(policy, checkable=checkable)
+        self.condition = Weights.VALID
+        self.epoch = 0
+        self.version: str | None = None
+        self.missing: tuple[str, ...] = ()
+        self._run = run
+        self._events = events
+        self._filled = False
+        self._before_update: Weights | None = None
+
+    def found(self, condition: Weights) -> None:
+        """What the engine's weights are in when it is taken over."""
+        self.condition = condition
+        self.missing, self._filled, self._before_update = (), False, None
+
+    def discarded(self) -> None:
+        """The engine slept at level 2."""
+        self.found(Weights.DISCARDED)
+
+    def mapped(self, engine: Engine) -> None:
+        """Their memory is back. Only now can it be prepared for the check."""
+        if self.condition is Weights.DISCARDED and self.policy == "checked":
+            self._run("discard_weights", engine.discard_weights)
+            self._filled = True
+            self.missing = engine.missing_weights()
+
+    def judge(self, engine: Engine) -> bool:
+        """Everything is resident: were discarded weights loaded by now? True if that is new."""
+        if self.condition is not Weights.DISCARDED or self.policy == "declared":
+            return False
+        if self.policy == "checked" and not self._all_loaded(engine):
+            return False
+        self.valid(self.policy)
+        return True
+
+    def _all_loaded(self, engine: Engine) -> bool:
+        if not self._filled:  # it was mapped before we came: there is nothing to see
+            return False
+        self.missing = self._run("missing_weights", engine.missing_weights)
+        return not self.missing
+
+    def loaded(self, call: str, engine: Engine, *, whole: bool, version: str | None) -> None:
+        """A load was seen to succeed. whole: it alone loads every parameter."""
+        if call == "finish_weight_update" and self._before_update is not None:
+            self.condition, self._before_update = self._before_update, None
+        complete = whole and (not self._filled or self._all_loaded(engine))
+        if complete or self.condition is Weights.VALID:
+            self.valid(call, version)
+
+    def taint(self, *, opens_update: bool = False) -> None:
+        """An update failed, or began: the contents are neither the old nor the new."""
+        if opens_update and self._before_update is None:
+            self._before_update = self.condition
+        self.condition = Weights.TAINTED
+        self._events.emit("weights", weights=self.condition.value)
+
+    def valid(self, how: str, version: str | None = None) -> None:
+        """They can be served; a new epoch begins."""
+        self.condition = Weights.VALID
+        self.missing, self._filled, self._before_update = (), False, None
+        self.epoch += 1
+        self.version = version if version is not None else self.version
+        self._events.emit(
+            "weights", call=how, weights=self.condition.value, epoch=self.epoch, version=self.version
+        )
+
+
+def _resolve(policy: str | None, *, checkable: bool) -> str:
+    if policy is None:
+        return "checked" if checkable else "declared"
+    if policy not in POLICIES:
+        raise InvalidArgument(f"weights={policy!r} is not one of {names(POLICIES)}")
+    if policy == "checked" and not checkable:
+        raise UnsupportedEngine("weights='checked' needs floating-point parameters; use weights='declared'")
+    return policy
