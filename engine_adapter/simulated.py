@@ -986,8 +986,9 @@ class SimulatedEngine:
         loaded: set[str] = set()
         if not self._weights_at_hand(name):
             return loaded
-        if self.parents:
-            self.record_misuse(f"{name} with {len(self.parents)} requests in flight")
+        stale = sum(child.num_computed > 0 for child in self.requests.values())
+        if stale:  # requests that a sleep froze are computed anew; others keep the old weights' KV
+            self.record_misuse(f"{name} under {stale} requests that were computed with other weights")
         torn = self.torn and self._updating
         source = weights_iterator if weights is None else weights
         if source is None:

@@ -125,30 +125,26 @@ class Sleep:
         """From one sleep to another, where the engine really does it."""
         core = self._core
         facts = core.facts()
-        why = self._why_not(facts)
-        if why:
-            core.refuse(IllegalCall, str(self), why)
+        self._trigger = Trigger.DEEPEN if core.state is State.SLEEPING else Trigger.RESLEEP
+        if self._request.level == 0 or not table.may_begin(self._trigger, core.state, facts):
+            core.refuse(IllegalCall, str(self), self._why_not(facts))
         if facts.in_flight and self.mode in ("wait", "wait_all"):
             core.refuse(
                 IllegalCall,
                 str(self),
                 f"{facts.in_flight} kept requests can't finish while asleep: use mode='keep' or mode='abort'",
             )
-        self._trigger = Trigger.DEEPEN if core.state is State.SLEEPING else Trigger.RESLEEP
         core.transition = self
         if self.mode == "abort":
             self.aborted = core.end_all("abort")
         self._phase = self._release
 
     def _why_not(self, facts: table.Facts) -> str:
-        """Why the engine would free nothing, with a way out that needs no KV memory; "" if it would."""
-        if self._core.state is State.SLEEPING:
-            deeper = facts.level == 0 and self._request.level > 0
-            return "" if deeper else f"vLLM ignores a change from level {facts.level}: wake_up() first"
+        """Why the engine would free nothing, with a way out that needs no KV memory where there is one."""
         if self._request.level == 0:
             return "it is asleep deeper than that; pause() holds the next wake at level 0"
-        if facts.can_resleep:
-            return ""
+        if self._core.state is State.SLEEPING:
+            return f"vLLM ignores a change from level {facts.level}: wake_up() first"
         if WEIGHTS not in facts.resident:
             return "vLLM ignores it while the weights sleep: wake_up(['weights']) first, then sleep"
         return (

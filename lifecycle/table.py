@@ -161,12 +161,16 @@ GUARDS: Final[Mapping[str, tuple[Callable[[Facts], bool], str]]] = {
 
 
 class Rule(NamedTuple):
-    """One row: `trigger` moves `source` to `dest` if `guard` holds of the facts after the effect."""
+    """One row: `trigger` moves `source` to `dest` if `guard` holds of the facts after the effect.
+
+    before: the guard that must hold before the engine is asked for that effect.
+    """
 
     trigger: Trigger
     source: State | None
     dest: State
     guard: str = "always"
+    before: str = "always"
 
 
 _A, _R, _D, _S, _P, _F, _C = State
@@ -187,10 +191,10 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(Trigger.ROLL_BACK, _D, _R, "busy"),
     Rule(Trigger.ROLL_BACK, _D, _A, "idle"),
     Rule(Trigger.SLEPT, _D, _S),
-    # From one sleep to another. The guard is read before the engine is asked.
-    Rule(Trigger.DEEPEN, _S, _S, "level_0"),
-    Rule(Trigger.RESLEEP, _P, _S, "can_resleep"),
-    Rule(Trigger.RELEASE_KV, _S, _P, "level_0_and_idle"),
+    # From one sleep to another.
+    Rule(Trigger.DEEPEN, _S, _S, "nothing_resident", before="level_0"),
+    Rule(Trigger.RESLEEP, _P, _S, "nothing_resident", before="can_resleep"),
+    Rule(Trigger.RELEASE_KV, _S, _P, "not_servable", before="level_0_and_idle"),
     # Wake, by tags or whole. An explicit pause survives.
     *(
         row
@@ -224,6 +228,13 @@ def match(trigger: Trigger, source: State | None, facts: Facts) -> Rule | None:
         if rule.trigger is trigger and rule.source is source and GUARDS[rule.guard][0](facts):
             return rule
     return None
+
+
+def may_begin(trigger: Trigger, source: State, facts: Facts) -> bool:
+    """Whether the engine may be asked for the effect of `trigger`."""
+    return any(
+        GUARDS[rule.before][0](facts) for rule in RULES if rule.trigger is trigger and rule.source is source
+    )
 
 
 class Need(StrEnum):
@@ -268,8 +279,9 @@ NEED_CHECKS: Final[Mapping[Need, NeedCheck]] = {
     Need.WEIGHTS: NeedCheck(ALIVE - {_D}, _weights_resident, "weights that are resident"),
     Need.LOADING: NeedCheck(
         ALIVE - {_D},
-        lambda f: _weights_resident(f) and not f.in_flight,
-        "weights that are resident and nothing in flight (kept requests included)",
+        # Requests kept over level 2 lost their KV with the weights: a load gives both back.
+        lambda f: _weights_resident(f) and (not f.in_flight or f.weights is not Weights.VALID),
+        "weights that are resident, and nothing in flight or kept that was computed with them",
     ),
     Need.SLEEP: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),
     Need.WAKE: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),

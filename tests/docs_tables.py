@@ -33,7 +33,9 @@ def pages() -> list[Path]:
 
 
 def _every_fact() -> Iterator[Facts]:
-    residents = [frozenset(tags) for count in range(3) for tags in itertools.combinations(sorted(MEMORY_TAGS), count)]
+    residents = [
+        frozenset(tags) for count in range(3) for tags in itertools.combinations(sorted(MEMORY_TAGS), count)
+    ]
     values = (residents, (None, 0, 1, 2), Weights, (False, True), (0, 1), (0, 1), (False, True))
     for combination in itertools.product(*values):
         yield Facts(**dict(zip(ORDER, combination, strict=True)))
@@ -61,9 +63,9 @@ POSSIBLE: Final = {state: [facts for facts in _every_fact() if _fits(state, fact
 
 
 def _conditions(call: str, state: State) -> list[str]:
-    """The words of the guards of the rows that this call would take from this state."""
+    """The words of what must hold before the engine is asked, where this call fires a trigger."""
     rows = [rule for rule in RULES if rule.trigger in TRIGGERS.get(call, ()) and rule.source is state]
-    return [GUARDS[rule.guard][1] for rule in rows]
+    return [GUARDS[rule.before][1] for rule in rows]
 
 
 def cell(call: str, state: State) -> str:
@@ -112,15 +114,16 @@ def states() -> str:
 
 def rules() -> str:
     """Every row of the rules, those of one trigger and one destination together."""
-    merged: dict[tuple[Trigger, State, str], list[str]] = {}
+    merged: dict[tuple[Trigger, State, str, str], list[str]] = {}
     for rule in RULES:
         source = f"`{rule.source.name}`" if rule.source else "(start)"
-        merged.setdefault((rule.trigger, rule.dest, GUARDS[rule.guard][1]), []).append(source)
+        words = (GUARDS[rule.before][1], GUARDS[rule.guard][1])
+        merged.setdefault((rule.trigger, rule.dest, *words), []).append(source)
     return _rows(
-        ("trigger", "from", "to", "if"),
+        ("trigger", "from", "to", "begins only with", "taken if it leads to"),
         [
-            (f"`{trigger}`", ", ".join(sources), f"`{dest.name}`", words or "always")
-            for (trigger, dest, words), sources in merged.items()
+            (f"`{trigger}`", ", ".join(sources), f"`{dest.name}`", before or "-", after or "-")
+            for (trigger, dest, before, after), sources in merged.items()
         ],
     )
 
@@ -132,7 +135,8 @@ def diagram() -> str:
         if rule.trigger in FROM_EVERYWHERE:
             continue
         pair = (rule.source.name if rule.source else "[*]", rule.dest.name)
-        edges.setdefault(pair, {}).setdefault(GUARDS[rule.guard][1], []).append(rule.trigger.value)
+        words = GUARDS[rule.before][1] or GUARDS[rule.guard][1]
+        edges.setdefault(pair, {}).setdefault(words, []).append(rule.trigger.value)
     lines = ["```mermaid", "stateDiagram-v2"]
     for (source, dest), labels in edges.items():
         texts = [f"{', '.join(names)}{f' [{words}]' if words else ''}" for words, names in labels.items()]
@@ -165,7 +169,11 @@ def needs() -> str:
     return _rows(
         ("need", "the call needs", "calls"),
         [
-            (f"`{need}`", table.NEED_CHECKS[need].words, _code(calls[need]) if need in calls else "worker methods only")
+            (
+                f"`{need}`",
+                table.NEED_CHECKS[need].words,
+                _code(calls[need]) if need in calls else "worker methods only",
+            )
             for need in Need
         ],
     )
@@ -187,9 +195,12 @@ def rpc() -> str:
     prefix = table.rpc_need(f"{table.RPC_LOAD_PREFIX}_of_any_kind", {})
     rows = [
         (
-            _code(names) + (f", and every name that begins with `{table.RPC_LOAD_PREFIX}`" if need is prefix else ""),
+            _code(names)
+            + (f", and every name that begins with `{table.RPC_LOAD_PREFIX}`" if need is prefix else ""),
             f"`{need}`",
-            "refused: " + table.NEED_CHECKS[need].words if need is Need.MACHINE else table.NEED_CHECKS[need].words,
+            "refused: " + table.NEED_CHECKS[need].words
+            if need is Need.MACHINE
+            else table.NEED_CHECKS[need].words,
         )
         for need, names in methods.items()
     ]

@@ -639,11 +639,14 @@ class TestMisuse:
         assert len(engine.misuse) == 5
 
     def test_load_over_requests(self):
-        """A load with requests in flight is recorded."""
+        """A load under requests that were computed with the old weights is recorded."""
         engine = SimulatedEngine()
         add(engine, "r")
         engine.load_weights(make_weights().items())
-        assert "1 requests in flight" in engine.misuse[0]
+        assert engine.misuse == []
+        engine.step()
+        engine.load_weights(make_weights().items())
+        assert "under 1 requests" in engine.misuse[0]
 
     def test_discard_of_valid_weights(self):
         """Discarding weights that are valid is recorded."""

@@ -95,7 +95,7 @@ def guarded(llm: Any, requests: int, moment: int) -> float:
 
 def steps_of(llm: Any, drain: Callable[[Any, int, int], float], moment: int) -> int:
     """Steps of the engine core in one drain, those before it not counted."""
-    llm.check_empty()
+    llm.settle()
     core, taken = llm.core, 0
     step = core.step_fn
 
@@ -109,11 +109,11 @@ def steps_of(llm: Any, drain: Callable[[Any, int, int], float], moment: int) -> 
         drain(llm, REQUESTS, moment)
     finally:
         core.step_fn = step
-    llm.check_empty()
+    llm.settle()
     return taken - moment
 
 
 def start_of(llm: Any, drain: Callable[[Any, int, int], float]) -> float:
     """Seconds of a drain that only recalls: nothing had started."""
-    llm.check_empty()
+    llm.settle()
     return drain(llm, WAITING, 0)

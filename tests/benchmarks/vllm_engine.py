@@ -37,9 +37,10 @@ class Pair:
     def core(self) -> Any:
         return self.engine.engine_core.engine_core
 
-    def check_empty(self) -> None:
-        """Neither face sees the other's requests."""
-        assert not self.core.scheduler.has_requests()
+    def settle(self) -> None:
+        """Flush what ended, and see that neither face has left a request to the other."""
+        while self.core.scheduler.has_requests():  # finished ids wait for one more step
+            assert self.engine.step() == []
         assert not self.core.batch_queue
         assert not self.engine.has_unfinished_requests()
         assert not self.lifecycle.has_unfinished_requests()

@@ -1,0 +1,5 @@
+"""`python -m lifecycle`: the command line without an installed script."""
+
+from lifecycle.cli import main
+
+raise SystemExit(main())
