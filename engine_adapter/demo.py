@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-`_on_vllm` and `_on_simulated` each build a `Stage`: an engine, a reference run without
-any lifecycle, the lifecycle, and a blocking `generate`. `_play` tells the same story on
-either, and uses nothing but the lifecycle's public calls: what stands there is what a
+`_on_vllm` and `_on_simulated` each build a `Stage`: an engine, how to run it unguarded,
+how to put a lifecycle around it, and a blocking `generate`. `_play` tells the same story
+on either, with nothing but the lifecycle's public calls: what stands there is what a
 trainer would write.
 
 The rollout asks for *delta* outputs: every token comes exactly once, so that an output
@@ -19,6 +19,7 @@ output readable and is optional.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from engine_adapter.models import ModelPreparationError, prepare_smollm2
 from lifecycle import IllegalCall, Lifecycle
@@ -90,7 +91,10 @@ def _fault() -> str:
     return fault
 
 
-# -- the story -----------------------------------------------------------------------------------------
+Tokens: TypeAlias = dict[str, list[int]]
+
+
+# -- the story -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +110,28 @@ class Request:
 class Stage:
     """An engine, and what the story needs of it.
 
-    reference: the tokens of each request in a run that nothing guarded or interrupted.
-    generate: the blocking call, guarded; returns the tokens of each request.
+    run_plain: serve all requests with nothing around the engine; the tokens of each.
+    guard: put a lifecycle around the engine. generate: the blocking call, guarded; likewise.
     misuse: illegal calls that reached the engine, where the engine keeps a list.
     """
 
     title: str
     requests: list[Request]
-    reference: dict[str, list[int]]
-    reference_s: float
-    lifecycle: Lifecycle
-    generate: Callable[[], dict[str, list[int]]]
+    run_plain: Callable[[], Tokens]
+    guard: Callable[[], Lifecycle]
+    generate: Callable[[Lifecycle], Tokens]
     misuse: list[str] | None = None
 
 
 def _play(screen: Screen, stage: Stage, fault: str) -> int:
-    lifecycle, collected = stage.lifecycle, Collected(fault)
-    total = sum(map(len, stage.reference.values()))
-    screen.heading("1. The reference: the same requests, nothing guarded, nothing interrupted")
+    screen.heading("1. The reference: nothing guarded, nothing interrupted")
     screen.line(f"{stage.title}; {len(stage.requests)} requests in {SLOTS} slots")
-    screen.line(f"{total} tokens in {stage.reference_s:.1f} s")
+    started = time.monotonic()
+    reference = stage.run_plain()
+    screen.line(f"{_count(reference)} tokens in {time.monotonic() - started:.1f} s")
 
-    screen.heading("2. A guarded rollout, put to sleep in the middle")
+    screen.heading("2. The same requests guarded, and put to sleep in the middle")
+    lifecycle, collected = stage.guard(), Collected(fault)
     *early, late = stage.requests
     for request in early:
         lifecycle.add_request(request.request_id, request.prompt, request.params)
@@ -141,7 +145,7 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.line(f"held until the wake: {' '.join(slept.held)}")
     screen.report(slept)
     if slept.released_bytes is None:
-        screen.line("(vLLM for CPUs gives no memory back, so there is none to measure; a GPU's is.)")
+        screen.line("(On a CPU vLLM keeps its memory: nothing to measure. The order of calls is a GPU's.)")
 
     screen.heading("3. While it sleeps: what is safe works, what is not is refused")
     collected.add(lifecycle.step(), "in the drain")
@@ -150,7 +154,7 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.line(f"add_request({late.request_id!r}) is held: {lifecycle.snapshot().held} wait now")
     served = [
         *_not_refused(screen, "step()", lifecycle.step),
-        *_not_refused(screen, "generate()", stage.generate),
+        *_not_refused(screen, "generate()", lambda: stage.generate(lifecycle)),
     ]
 
     screen.heading("4. Wake: the weights, then the KV cache, and finish the rest")
@@ -163,17 +167,33 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.heading("5. Level 2 discards the weights: nothing is served until they are loaded")
     screen.report(lifecycle.sleep(level=2))
     screen.report(lifecycle.wake_up())
-    served += _not_refused(screen, "generate()", stage.generate)
+    served += _not_refused(screen, "generate()", lambda: stage.generate(lifecycle))
     loaded = lifecycle.reload_weights()
     screen.line(f"reload_weights() in {loaded.seconds:.2f} s; the engine is {lifecycle.state}")
-    again = stage.generate()
-    screen.line(f"generate(): {sum(map(len, again.values()))} tokens")
+    again = stage.generate(lifecycle)
+    screen.line(f"generate(): {_count(again)} tokens")
 
     screen.heading("6. Every transition, from lifecycle.events()")
     screen.table(_TRANSITION_COLUMNS, _transitions(lifecycle.events()))
 
     screen.heading("7. Every request against the uninterrupted run")
-    return _judge(screen, stage, collected, again, served)
+    problems = [*served, *(f"an illegal call reached the engine: {line}" for line in stage.misuse or ())]
+    problems += _compare(screen, reference, collected, again)
+    if problems:
+        for problem in problems:
+            screen.bad(f"FAILED: {problem}")
+        return DIFFERENT
+    screen.good(
+        f"All {len(reference)} requests, each delivered once, have the tokens of the uninterrupted run: "
+        "across a sleep at level 1, and after level 2."
+    )
+    if stage.misuse is not None:
+        screen.good("No illegal call reached the engine.")
+    return OK
+
+
+def _count(tokens: Tokens) -> int:
+    return sum(map(len, tokens.values()))
 
 
 def _not_refused(screen: Screen, call: str, attempt: Callable[[], Any]) -> list[str]:
@@ -186,19 +206,17 @@ def _not_refused(screen: Screen, call: str, attempt: Callable[[], Any]) -> list[
     return [f"{call} was served although it is unsafe"]
 
 
-_TRANSITION_COLUMNS: Final = ("seq", "trigger", "from", "to", "in flight", "held", "resident", "weights")
+_TRANSITION_COLUMNS: Final = ("trigger", "transition", "in flight", "held", "memory", "weights")
 
 
 def _transitions(events: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
-            str(event["seq"]),
             event["trigger"],
-            event["source"],
-            event["dest"],
+            f"{event['source']} -> {event['dest']}",
             str(event["counts"]["in_flight"]),
             str(event["counts"]["held"]),
-            "+".join(event["resident"]) or "-",
+            "both" if len(event["resident"]) > 1 else "".join(event["resident"]) or "none",
             event["weights"],
         )
         for event in events
@@ -206,7 +224,7 @@ def _transitions(events: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-# -- collecting and comparing ----------------------------------------------------------------------------
+# -- collecting and comparing ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +257,11 @@ class Collected:
                 if seen.finished:
                     self.ended.setdefault(seen.request_id, []).append(when)
 
+    def one_line(self, name: str) -> str:
+        """The text of a request, fit for a table whatever the model wrote."""
+        text = "".join(letter if letter.isprintable() else " " for letter in self.text.get(name, ""))
+        return " ".join(text.split())[:60]
+
 
 def _spoil(delivery: Delivery, fault: str) -> list[Delivery]:
     """Plant the fault in the victim's last output; anything else passes as it is."""
@@ -265,47 +288,26 @@ def _difference(expected: list[int], tokens: list[int], ends: int) -> str:
     return ""
 
 
-def _judge(
-    screen: Screen,
-    stage: Stage,
-    collected: Collected,
-    again: dict[str, list[int]],
-    served: list[str],
-) -> int:
-    problems = [*served, *(f"illegal call reached the engine: {line}" for line in stage.misuse or ())]
-    rows = []
-    for request in stage.requests:
-        name = request.request_id
-        expected, tokens = stage.reference[name], collected.tokens.get(name, [])
-        ended = collected.ended.get(name, [])
+def _compare(screen: Screen, reference: Tokens, collected: Collected, again: Tokens) -> list[str]:
+    """Show each request beside the reference, and return what is wrong, naming the request."""
+    problems, rows = [], []
+    for name, expected in reference.items():
+        tokens, ended = collected.tokens.get(name, []), collected.ended.get(name, [])
         rollout = _difference(expected, tokens, len(ended))
-        reloaded = _difference(expected, again.get(name, []), 1 if name in again else 0)
-        problems += [
-            f"{name} {what}" for what in (rollout, reloaded and f"after level 2: {reloaded}") if what
-        ]
+        reloaded = _difference(expected, again.get(name, []), int(name in again))
+        if rollout:
+            problems.append(f"{name} {rollout}")
+        if reloaded:
+            problems.append(f"{name} after level 2: {reloaded}")
         verdicts = ["NOT THE SAME" if what else "same" for what in (rollout, reloaded)]
         rows.append(
-            (name, ", ".join(ended) or "never", str(len(tokens)), *verdicts, _one_line(collected, name))
+            (name, ", ".join(ended) or "never", str(len(tokens)), *verdicts, collected.one_line(name))
         )
     screen.table(("request", "finished", "tokens", "level 1", "level 2", "text"), rows)
-    if problems:
-        for problem in problems:
-            screen.bad(f"FAILED: {problem}")
-        return DIFFERENT
-    screen.good(
-        f"All {len(rows)} requests, each delivered once, have the tokens of the uninterrupted run: "
-        "across a sleep at level 1, and after level 2."
-    )
-    if stage.misuse is not None:
-        screen.good("No illegal call reached the engine.")
-    return OK
+    return problems
 
 
-def _one_line(collected: Collected, name: str) -> str:
-    return " ".join(collected.text.get(name, "").split())[:60]
-
-
-# -- the simulated engine ----------------------------------------------------------------------------------
+# -- the simulated engine --------------------------------------------------------------------------
 
 
 def _on_simulated() -> Stage:
@@ -318,35 +320,31 @@ def _on_simulated() -> Stage:
         for place, (text, tokens) in enumerate(QUESTIONS)
     ]
 
-    def collect(add: Callable[..., Any], step: Callable[[], list[Any]], busy: Callable[[], bool]) -> Any:
+    engine = SimulatedEngine(max_num_seqs=SLOTS)
+
+    def run_plain() -> Tokens:
         received = Collected()
         for request in requests:
-            add(request.request_id, request.prompt, request.params)
-        while busy():
-            received.add(step(), "")
+            engine.add(engine.prepare(request.request_id, request.prompt, request.params, {}))
+        while engine.has_work():
+            received.add(engine.step(), "")
         return received.tokens
 
-    engine = SimulatedEngine(max_num_seqs=SLOTS)
-    started = time.monotonic()
-    reference = collect(
-        lambda *request: engine.add(engine.prepare(*request, {})), engine.step, engine.has_work
-    )
-    reference_s = time.monotonic() - started
-    lifecycle = Lifecycle(engine)
-
-    def generate() -> dict[str, list[int]]:
-        # What `attach` makes of the blocking `LLM.generate`: the same calls inside a scope.
+    def generate(lifecycle: Lifecycle) -> Tokens:
+        # What `attach` makes of the blocking `LLM.generate`: the same loop inside a scope.
+        received = Collected()
         with lifecycle.scope("generate"):
-            tokens: dict[str, list[int]] = collect(
-                lifecycle.add_request, lifecycle.step, lifecycle.has_unfinished_requests
-            )
-        return tokens
+            for request in requests:
+                lifecycle.add_request(request.request_id, request.prompt, request.params)
+            while lifecycle.has_unfinished_requests():
+                received.add(lifecycle.step(), "")
+        return received.tokens
 
-    title = "The simulated engine: no model, no vLLM, no torch"
-    return Stage(title, requests, reference, reference_s, lifecycle, generate, engine.misuse)
+    title = "the simulated engine, without a model"
+    return Stage(title, requests, run_plain, lambda: Lifecycle(engine), generate, engine.misuse)
 
 
-# -- vLLM ----------------------------------------------------------------------------------------------------
+# -- vLLM ------------------------------------------------------------------------------------------
 
 
 def _on_vllm(screen: Screen) -> Stage:
@@ -388,6 +386,8 @@ def _prepare_environment() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
     }.items():
         os.environ.setdefault(name, value)
+    # Before it has configured its logging, what vLLM says would go to the standard library's last resort.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
     warnings.filterwarnings("ignore", module=r"(vllm|torch)\b.*")
 
 
@@ -429,7 +429,7 @@ def _set_stage(llm: Any, model: Path) -> Stage:
     places = range(len(prompts))
     requests = [Request(f"r{place:02}", prompts[place], params(place)) for place in places]
 
-    def generate() -> dict[str, list[int]]:
+    def generate() -> Tokens:
         # New parameters at each call: `LLM.generate` writes its own output kind into what it is given.
         outputs = llm.generate(prompts, [params(place) for place in places], use_tqdm=False)
         return {
@@ -437,12 +437,9 @@ def _set_stage(llm: Any, model: Path) -> Stage:
             for request, output in zip(requests, outputs, strict=True)
         }
 
-    started = time.monotonic()
-    reference = generate()
-    reference_s = time.monotonic() - started
-    lifecycle = attach(llm)  # from here on `llm.generate` is guarded
     title = f"vLLM {vllm.__version__}, model {model.name}"
-    return Stage(title, requests, reference, reference_s, lifecycle, generate)
+    # Once `attach` was called, the same `llm.generate` is guarded.
+    return Stage(title, requests, generate, lambda: attach(llm), lambda _: generate())
 
 
 def _as_chat(llm: Any, text: str) -> str:
@@ -459,7 +456,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-# -- the screen ------------------------------------------------------------------------------------------------
+# -- the screen ------------------------------------------------------------------------------------
 
 
 class Screen:
@@ -520,41 +517,43 @@ class RichScreen(Screen):
         # Messages hold brackets of their own: nothing is markup.
         self._console = Console(markup=False, highlight=False)
 
-    def heading(self, text: str) -> None:
+    def heading(self, text: str) -> None:  # noqa: D102  (described by the base, as what follows)
         self._console.print(f"\n{text}", style="bold cyan")
 
-    def line(self, text: str) -> None:
+    def line(self, text: str) -> None:  # noqa: D102
         self._print(text)
 
-    def report(self, report: object) -> None:
+    def report(self, report: object) -> None:  # noqa: D102
         self._print(f"{report}", "green")
 
-    def refusal(self, text: str) -> None:
+    def refusal(self, text: str) -> None:  # noqa: D102
         self._print(text, "yellow")
 
-    def good(self, text: str) -> None:
+    def good(self, text: str) -> None:  # noqa: D102
         self._print(text, "bold green")
 
-    def bad(self, text: str) -> None:
+    def bad(self, text: str) -> None:  # noqa: D102
         self._print(text, "bold red")
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.padding import Padding
 
-        self._console.print(Padding(text, (0, 0, 0, 3)), style=style)
+        self._console.print(Padding(text, (0, 0, 0, 3), expand=False), style=style)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:  # noqa: D102
         from rich.table import Table
 
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for column in columns:
-            shown.add_column(column, no_wrap=True, overflow="ellipsis")
+        # The last column is the one that may be cut short.
+        shown = Table(box=None, expand=True, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for column in columns[:-1]:
+            shown.add_column(column, no_wrap=True)
+        shown.add_column(columns[-1], no_wrap=True, overflow="ellipsis", ratio=1)
         for row in rows:
             shown.add_row(*row)
         self._console.print(shown)
 
     @contextmanager
-    def drain_bar(self) -> Iterator[Callable[[DrainProgress], None]]:
+    def drain_bar(self) -> Iterator[Callable[[DrainProgress], None]]:  # noqa: D102
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (

@@ -375,6 +375,8 @@ def _reaches_engine(method: _F) -> _F:
             if self.faults:
                 fault = self.faults.due([name, *map(_name, args[:2])] if name == "call" else [name])
             if fault is None:
+                if name == "add":  # bad arguments raise before anything takes effect
+                    SimulatedEngine.validate.__wrapped__(self, *args)  # type: ignore[attr-defined]  # already inside
                 self.record_call(name, args)
                 return method(self, *args, **kwargs)
             return self._strike(fault, name, lambda: method(self, *args, **kwargs), args)
@@ -543,7 +545,6 @@ class SimulatedEngine:
     @_reaches_engine
     def add(self, call: Call) -> str:
         """Queue the request and return its engine id."""
-        SimulatedEngine.validate.__wrapped__(self, call)  # type: ignore[attr-defined]  # already inside
         if self.live_ids[call.request_id]:
             self.record_misuse(f"add({call.request_id}): the id is live already; accepted")
         if self.resident != MEMORY_TAGS:

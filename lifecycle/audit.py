@@ -9,7 +9,8 @@ no-ops that repeat within one state are coalesced: the first event's `count` gro
 
 Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
 `call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
-`duration_s`, `bytes`, `error`, `count`. Events: `attached`, `operation_begin`,
+`duration_s`, `bytes`, `error`, `count`, `epoch`, `version`, `policy`, `table`, `costs`,
+`remaining`, `steps`, `tokens`. Events: `attached`, `operation_begin`,
 `operation_end`, `transition`, `refused`, `noop`, `failed`, `drain_progress`, `memory`,
 `weights`, `unexpected_output`, `request_rejected`, `sink_failed`, `detached`, `closed`.
 
@@ -105,8 +106,8 @@ class EventLog:
 
     def _give(self, sink: Sink, record: Event) -> None:
         try:
-            sink(record)
+            sink(dict(record))
         except Exception as error:  # noqa: BLE001  (a broken sink must not reach the engine's path)
             self.sink_failures += 1
             if self.sink_failures == 1:
-                logging.getLogger("lifecycle").warning("an event sink raised: %r", error)
+                self.emit("sink_failed", error=repr(error))

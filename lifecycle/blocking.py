@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
 from lifecycle.core import Core
-from lifecycle.engine import Engine, LoadReport, SleepReport, Snapshot, WakeReport
+from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snapshot, WakeReport
 from lifecycle.errors import IllegalCall
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
@@ -171,7 +171,7 @@ class Lifecycle:
         event_capacity: int = 4096,
     ) -> None:
         self._build: Callable[[], Engine] | None = None
-        if not isinstance(engine, Engine):
+        if isinstance(engine, type) or not isinstance(engine, Engine):
             self._build, engine = engine, engine()
         self._core = Core(
             engine,
@@ -181,6 +181,7 @@ class Lifecycle:
             stall_s=stall_s,
             strict_release=strict_release,
             rpc_needs=rpc_needs,
+            rebuildable=self._build is not None,
         )
         self._owned = True
         self._undo: list[Callable[[], None]] = []
@@ -213,6 +214,11 @@ class Lifecycle:
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
         """The last events, oldest first, as dicts."""
         return self._core.events.tail(count)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do, and in `costs` what it can't."""
+        return self._core.capabilities
 
     def is_sleeping(self) -> bool:
         """True in SLEEPING and PARTIALLY_AWAKE."""
@@ -419,10 +425,12 @@ class Lifecycle:
             with self._lock:
                 sleep = self._core.begin_sleep(level, mode, **limits)
             self._notify()
+            seen = 0
             try:
                 while (report := self._advance(sleep)) is None:
                     self._interrupt.deliver()
-                    if progress is not None and sleep.draining:
+                    if progress is not None and sleep.steps > seen:
+                        seen = sleep.steps
                         self._report_progress(sleep, progress)
             except BaseException:
                 with self._lock:
@@ -465,7 +473,7 @@ class Lifecycle:
         return report
 
     def resume(self) -> WakeReport:
-        """End an explicit `pause()`."""
+        """End a pause (level 0); asleep deeper than that, the next wake will not stop at it."""
         with self._lock:
             report = self._core.resume()
         self._notify()
@@ -563,7 +571,7 @@ class Lifecycle:
             self._undo.pop()()
 
     def close(self) -> None:
-        """End. An engine built here is shut down; one that was handed over is detached."""
+        """End, and shut the engine down; one that was attached to is only let go of, see `detach`."""
         if not self._owned:
             self.detach()
             return
@@ -577,7 +585,11 @@ class Lifecycle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except IllegalCall:
+            if kind is None:  # else the caller's own exception is the one to see
+                raise
 
     def __repr__(self) -> str:
         snapshot = self.snapshot()

@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -80,7 +81,7 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-# -- doctor ------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def _doctor(*, as_json: bool) -> int:
@@ -93,6 +94,7 @@ def _doctor(*, as_json: bool) -> int:
     else:
         # Its greetings are not what was asked for; errors still come through.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").addHandler(logging.NullHandler())
         try:
             rows = importlib.import_module("engine_adapter.vllm_inprocess").doctor()
         except Exception as error:  # noqa: BLE001  (a vLLM that can't be used is what a doctor is for)

@@ -21,7 +21,8 @@ No trigger fires on the path of a step, except when the engine becomes busy or i
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from transitions import Machine
@@ -82,20 +83,26 @@ class Core:
         stall_s: float,
         strict_release: bool,
         rpc_needs: Mapping[str, str] | None,
+        rebuildable: bool,
     ) -> None:
+        if max_held is not None and (type(max_held) is not int or max_held < 0):
+            raise InvalidArgument(f"max_held must be None or an integer >= 0, not {max_held!r}")
+        if not _is_duration(stall_s):
+            raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
         self.ledger = Ledger()
         self.max_held = max_held
         self.stall_s = stall_s
         self.strict_release = strict_release
-        self.rpc_needs = {name: Need(need) for name, need in (rpc_needs or {}).items()}
+        self.rebuildable = rebuildable
+        self.rpc_needs = _own_needs(rpc_needs or {})
         self.paused = False
         self.forked = False
         self.cause: BaseException | None = None
         self.operation: Operation | None = None
         self.step_started: float | None = None
         self.transition: Sleep | None = None
-        self._capabilities = engine.capabilities
+        self.capabilities = engine.capabilities
         self.weights = WeightsKeeper(
             weights, checkable=engine.capabilities.check_weights, run=self.run, events=events
         )
@@ -123,6 +130,7 @@ class Core:
             dest=self.state.value,
             table=table.TABLE_VERSION,
             policy=self.weights.policy,
+            costs=self.capabilities.costs or None,
             **self._fields(),
         )
 
@@ -134,7 +142,7 @@ class Core:
         """Take over an engine in whatever condition it really is."""
         self._engine: Engine | None = engine
         self._step = engine.step
-        self._capabilities = engine.capabilities
+        self.capabilities = engine.capabilities
         condition = engine.condition()
         self.resident = condition.resident
         self.level = condition.level
@@ -173,7 +181,7 @@ class Core:
             in_flight=len(self.ledger.in_flight),
             held=len(self.ledger.held),
             undelivered=len(self.ledger.undelivered),
-            can_resleep=not partial or (WEIGHTS in self.resident and self._capabilities.resleep_partial),
+            can_resleep=not partial or (WEIGHTS in self.resident and self.capabilities.resleep_partial),
         )
 
     def snapshot(self) -> Snapshot:
@@ -295,7 +303,10 @@ class Core:
         )
 
     def _legal(self) -> tuple[str, ...]:
-        return table.legal_calls(self.state, self.facts()) if not self.forked else ()
+        if self.forked:
+            return ()
+        legal = table.legal_calls(self.state, self.facts())
+        return tuple(call for call in legal if call != "recover" or self.rebuildable)
 
     def describe(self) -> str:
         """The state in words: "sleeping (level 1)", "partially awake (weights resident, ...)"."""
@@ -361,6 +372,18 @@ class Core:
                     error=None if error is None else repr(error),
                 )
 
+    @contextmanager
+    def reading_engine(self, call: str) -> Iterator[None]:
+        """An exception of an engine that is only being read is a failure like any other."""
+        try:
+            yield
+        except LifecycleError:
+            raise
+        except BaseException as cause:
+            if self.state is State.FAILED:  # it was seen where it was raised
+                raise
+            self.fail_with(call, cause)
+
     def begin_operation(self, call: str) -> None:
         """Say what begins: if it hangs or the process dies, this is the last that is known."""
         self.events.emit("operation_begin", call=call, state=self.state.value, **self._fields())
@@ -382,7 +405,9 @@ class Core:
         self.fire(Trigger.FAIL, call=call)
         self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
         restart = _lost_context(cause)
-        hint = "restart the process: its device context is lost" if restart else "recover() or close()"
+        hint = "recover() or close()" if self.rebuildable else "close(), and build a new one"
+        if restart:
+            hint = "restart the process: its device context is lost"
         return EngineFailed(
             f"{call} failed inside the engine: {cause!r}; {len(ended)} requests ended with the tokens "
             f"they had, {len(self.ledger.held)} are held; {hint}",
@@ -473,21 +498,20 @@ class Core:
             return self._share(outputs, owner)
         in_flight = ledger.in_flight
         strays = []
-        for output in outputs:
+        for place, output in enumerate(outputs):
             record = in_flight.get(output.request_id)
             if record is None:
-                strays.append(output)
+                strays.append(place)
             elif output.finished:
                 ledger.finished(record)
         if not in_flight:
             self._settle()
         return self._without(strays, outputs) if strays else outputs
 
-    def _without(self, strays: list[Any], outputs: list[Any]) -> list[Any]:
-        for output in strays:
-            self.note_stray(output)
-        unwanted = set(map(id, strays))
-        return [output for output in outputs if id(output) not in unwanted]
+    def _without(self, strays: list[int], outputs: list[Any]) -> list[Any]:
+        for place in strays:
+            self.note_stray(outputs[place])
+        return [output for place, output in enumerate(outputs) if place not in strays]
 
     def _share(self, outputs: list[Any], owner: Scope | None) -> list[Any]:
         """Split the outputs of one step: this caller's go out, the others' to the mailbox."""
@@ -539,14 +563,16 @@ class Core:
         if wrong:
             raise self.invalid(call, wrong)
         self.require(call)
-        return Sleep(self, SleepRequest(level, mode, timeout, on_timeout, max_steps, pause))
+        request = SleepRequest(level, mode, timeout, on_timeout, max_steps, pause)
+        with self.reading_engine(call):
+            return Sleep(self, request)
 
     def _wrong_with_sleep(
         self, level: Any, mode: Any, timeout: Any, on_timeout: Any, max_steps: Any
     ) -> str | None:
         if type(level) is not int or level not in table.LEVELS:
             return f"level must be 0, 1 or 2, not {level!r}"
-        if level not in self._capabilities.levels:
+        if level not in self.capabilities.levels:
             return f"level {level} needs an engine built with enable_sleep_mode=True"
         if mode not in table.MODES:
             return f"mode must be one of {names(table.MODES)}, not {mode!r}"
@@ -556,7 +582,7 @@ class Core:
             return f"timeout must be a number of seconds >= 0, not {timeout!r}"
         if max_steps is not None and (type(max_steps) is not int or max_steps < 0):
             return f"max_steps must be an integer >= 0, not {max_steps!r}"
-        if timeout is not None and self._capabilities.lockstep:
+        if timeout is not None and self.capabilities.lockstep:
             return "ranks that step together can't be bound by one rank's clock: use max_steps"
         return None
 
@@ -606,6 +632,10 @@ class Core:
         if WEIGHTS not in resident and level != 1:
             self.weights.discarded()
 
+    def note_progress(self, call: str, **fields: Any) -> None:
+        """Record how far a drain is."""
+        self.events.emit("drain_progress", call=call, state=self.state.value, **fields)
+
     def note_memory(self, call: str, before: Memory, after: Memory, **fields: Any) -> None:
         """Record a measurement of memory, in bytes."""
         self.events.emit(
@@ -633,9 +663,14 @@ class Core:
         judges = completes and self.weights.condition is not Weights.VALID and self.state in table.ASLEEP
         if not (todo or resumes or judges):
             return self._nothing_to_wake("wake_up")
-        if todo == (KV_CACHE,) and WEIGHTS in asleep and self.level != 1 and not self._capabilities.kv_first:
+        if todo == (KV_CACHE,) and WEIGHTS in asleep and self.level != 1 and not self.capabilities.kv_first:
             why = "this vLLM corrupts the model's buffers if the KV cache wakes first: wake_up(['weights'])"
             self.refuse(IllegalCall, "wake_up", why)
+        with self.reading_engine("wake_up"):
+            return self._wake(todo, completes=completes, arrives=resumes or judges)
+
+    def _wake(self, todo: tuple[str, ...], *, completes: bool, arrives: bool) -> WakeReport:
+        """Map `todo`. completes: it is all that sleeps; arrives: the state may change without it."""
         started = time.monotonic()
         before = self.engine.memory()
         # Weights that were loaded are looked at before the KV cache takes the rest of the memory.
@@ -648,7 +683,7 @@ class Core:
                 self.weights.judge(self.engine)
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()
-        if resumes or judges or set(todo) - not_back:
+        if arrives or set(todo) - not_back:
             readmitted, rejected = self._arrive(Trigger.WAKE)
         after = self.engine.memory()
         self.note_memory("wake_up", before, after)
@@ -708,7 +743,7 @@ class Core:
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()
         if self.facts().servable:
-            if self.paused:
+            if self.paused or (trigger is Trigger.WEIGHTS_VALID and self.level == 0):
                 self.run("pause_scheduling", self.engine.pause_scheduling)
                 self.level = 0
             else:
@@ -725,7 +760,7 @@ class Core:
             self._arrive(Trigger.WEIGHTS_VALID)
 
     def resume(self) -> WakeReport:
-        """End an explicit pause. Asleep deeper than that, only the next wake is affected."""
+        """End a pause (level 0). Asleep deeper than that, only the next wake is affected."""
         self.require("resume")
         self.paused = False
         if self.state is State.SLEEPING and self.level == 0:
@@ -735,7 +770,7 @@ class Core:
     def release_kv_cache_memory(self) -> None:
         """Drop the KV cache's memory while paused with nothing in flight."""
         self.require("release_kv_cache_memory")
-        if not self._capabilities.release_kv:
+        if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
         self.resident = self.engine.condition().resident
@@ -754,9 +789,10 @@ class Core:
         self.require(call, Need.LOADING)
         opens = call in _UPDATE_BEGINS
         try:
-            result = self.run(call, effect, passes=(BaseException,), announce=True)
-        except BaseException:
-            self._taint()
+            result = self.run(call, effect, passes=(Exception,), announce=True)
+        except Exception as error:
+            if not isinstance(error, EngineFailed):
+                self._taint()
             raise
         if opens:
             self._taint(opens_update=True)
@@ -785,16 +821,14 @@ class Core:
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """The caller says that the weights are loaded. Checked where they can be."""
         self.require("mark_weights_loaded")
-        keeper = self.weights
-        keeper.judge(self.engine)
-        if keeper.missing:
-            why = f"never loaded: {some(keeper.missing)}"
-            self.refuse(WeightsNotValid, "mark_weights_loaded", why)
-        if not self.ledger.in_flight:
-            self._drop_caches("mark_weights_loaded")
-        keeper.valid("declared", version)
+        started = time.monotonic()
+        missing = self.weights.look(self.engine)
+        if missing:
+            self.refuse(WeightsNotValid, "mark_weights_loaded", f"never loaded: {some(missing)}")
+        self._drop_caches("mark_weights_loaded")
+        self.weights.valid("declared", version)
         self._serve_if_valid()
-        return self._load_report(time.monotonic())
+        return self._load_report(started)
 
     def reload_weights(self, version: str | None = None, **kwargs: Any) -> LoadReport:
         """The engine's own reload, from its checkpoint or as vLLM's keywords say."""
@@ -823,6 +857,8 @@ class Core:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A call that changes nothing the machine knows of. Its exceptions are the caller's to see."""
+        if name in table.OWN_CALLS:
+            self.refuse(IllegalCall, name, f"it would go behind the machine; use the lifecycle's own {name}")
         self.require(name)
         return self.run(name, lambda: self.engine.call(name, *args, **kwargs), passes=(Exception,))
 
@@ -868,7 +904,7 @@ class Core:
         self.paused = False
         self._adopt(engine)
         self.cause = None
-        readmitted = self.readmit()[0] if self.facts().servable else ()
+        readmitted = self.readmit()[0] if self.facts().servable and self.level is None else ()
         self.fire(Trigger.RECOVER, duration_s=time.monotonic() - started)
         return readmitted
 
@@ -905,6 +941,14 @@ def _is_duration(value: Any) -> bool:
 def _loads_whole(method: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether this call alone loads every parameter; an iterator may give only some."""
     return method in ("reload_weights", "finish_weight_update") and "weights_iterator" not in kwargs
+
+
+def _own_needs(given: Mapping[str, str]) -> dict[str, Need]:
+    known = (Need.QUIET, Need.WEIGHTS, Need.LOADING, Need.SERVING)
+    wrong = {name: need for name, need in given.items() if need not in known}
+    if wrong:
+        raise InvalidArgument(f"rpc_needs {wrong!r}: a need is one of {names(known)}")
+    return {name: Need(need) for name, need in given.items()}
 
 
 def _lost_context(cause: BaseException | None) -> bool:

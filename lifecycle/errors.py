@@ -63,8 +63,7 @@ class IllegalCall(LifecycleError, RuntimeError):
 class AdmissionClosed(IllegalCall):
     """A new request came while admission is closed, and no more can be held.
 
-    Raised where `max_held` is reached (0 holds none), and by blocking calls such as
-    `generate` that begin while nothing could serve them.
+    Raised where `max_held` is reached; 0 holds none.
     """
 
 
@@ -100,7 +99,7 @@ class DrainStalled(DrainError):
 
 
 class DrainCancelled(DrainError):
-    """The drain was cancelled: by `cancel()`, by a progress callback that raised, or by Ctrl-C."""
+    """The drain was cancelled by a progress callback that raised; the cause is chained."""
 
 
 class EngineError(LifecycleError):

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # A sleep that frees less than this part of what the engine holds did not really free it.
 RELEASED_ENOUGH = 0.5
+# A long drain says how far it is this often, in seconds.
+PROGRESS_EVENT_S = 1.0
 
 
 class SleepRequest(NamedTuple):
@@ -77,7 +79,7 @@ class Sleep:
         self._last_step = request.max_steps
         self._warnings: list[str] = []
         self._progress: Progress | None = None
-        self._progress_at = self.started
+        self._progress_at = self._said_at = self.started
         self._trigger = Trigger.SLEPT
         self._phase: Callable[[], None] = self._drain
         if core.state in table.SERVING:
@@ -98,7 +100,8 @@ class Sleep:
         Raises DrainTimeout, DrainStalled (both rolled back), EngineFailed, ReleaseFailed.
         """
         if self.report is None:
-            self._phase()
+            with self._core.reading_engine(str(self)):
+                self._phase()
         return self.report
 
     def remaining(self) -> tuple[str, ...]:
@@ -134,6 +137,7 @@ class Sleep:
                 str(self),
                 f"{facts.in_flight} kept requests can't finish while asleep: use mode='keep' or mode='abort'",
             )
+        core.begin_operation(str(self))
         core.transition = self
         if self.mode == "abort":
             self.aborted = core.end_all("abort")
@@ -203,9 +207,14 @@ class Sleep:
     def _look_for_progress(self) -> None:
         core = self._core
         progress, now = core.engine.progress(), time.monotonic()
+        if now - self._said_at >= PROGRESS_EVENT_S:
+            self._said_at = now
+            core.note_progress(
+                str(self), remaining=len(self.remaining()), steps=self.steps, tokens=self.tokens
+            )
         if progress != self._progress or self._progress is None:
             self._progress, self._progress_at = progress, now
-        elif now - self._progress_at >= core.stall_s:
+        elif now - self._progress_at >= core.stall_s and not core.capabilities.lockstep:
             self._give_up(DrainStalled, f"computed nothing for {core.stall_s} s, though it says it has work")
 
     def _expire(self, seconds: float) -> None:
@@ -238,6 +247,7 @@ class Sleep:
         core.run("resume_scheduling", core.engine.resume_scheduling)
         core.readmit()
         core.fire(Trigger.ROLL_BACK, call=str(self), duration_s=time.monotonic() - self.started)
+        core.events.emit("operation_end", call=str(self), error="rolled back")
         return True
 
     def cancelled(self, why: str) -> DrainCancelled:
@@ -285,6 +295,7 @@ class Sleep:
             warnings=(*self._warnings, *((short,) if short else ())),
         )
         core.note_memory("sleep", before, after, error=short)
+        core.events.emit("operation_end", call=str(self), duration_s=time.monotonic() - self.started)
         if short and core.strict_release:
             raise ReleaseFailed(
                 f"{self}: {short}",

@@ -136,7 +136,6 @@ GUARDS: Final[Mapping[str, tuple[Callable[[Facts], bool], str]]] = {
     "always": (lambda _: True, ""),
     "idle": (lambda f: not f.busy, "nothing in flight or held"),
     "busy": (lambda f: f.busy, "requests in flight or held"),
-    "nothing_in_flight": (lambda f: not f.in_flight, "nothing in flight"),
     "paused_only": (lambda f: f.level == 0 and f.servable, "level 0"),
     "level_0_and_idle": (
         lambda f: f.level == 0 and f.all_resident and not f.in_flight,
@@ -154,6 +153,18 @@ GUARDS: Final[Mapping[str, tuple[Callable[[Facts], bool], str]]] = {
     "servable_busy": (
         lambda f: f.servable and not f.paused and f.busy,
         "everything back and requests in flight or held",
+    ),
+    "servable_stays": (
+        lambda f: f.servable and (f.paused or f.level == 0),
+        "everything back, at a pause (level 0)",
+    ),
+    "servable_goes_idle": (
+        lambda f: f.servable and not (f.paused or f.level == 0) and not f.busy,
+        "everything back, no pause, and nothing in flight or held",
+    ),
+    "servable_goes_busy": (
+        lambda f: f.servable and not (f.paused or f.level == 0) and f.busy,
+        "everything back, no pause, and requests in flight or held",
     ),
     "serves_idle": (lambda f: f.servable and f.level is None and not f.busy, "a serving, idle engine"),
     "serves_busy": (lambda f: f.servable and f.level is None and f.busy, "a serving, busy engine"),
@@ -206,17 +217,19 @@ RULES: Final[tuple[Rule, ...]] = (
             Rule(Trigger.WAKE, source, _R, "servable_busy"),
         )
     ),
-    # Weights.
+    # Weights. A load is no wake: it comes back to the pause that it was made in.
     Rule(Trigger.WEIGHTS_VALID, _P, _P, "not_servable"),
-    Rule(Trigger.WEIGHTS_VALID, _P, _S, "servable_paused"),
-    Rule(Trigger.WEIGHTS_VALID, _P, _A, "servable_idle"),
-    Rule(Trigger.WEIGHTS_VALID, _P, _R, "servable_busy"),
+    Rule(Trigger.WEIGHTS_VALID, _P, _S, "servable_stays"),
+    Rule(Trigger.WEIGHTS_VALID, _P, _A, "servable_goes_idle"),
+    Rule(Trigger.WEIGHTS_VALID, _P, _R, "servable_goes_busy"),
     Rule(Trigger.WEIGHTS_TAINTED, _A, _P, "not_servable"),
     Rule(Trigger.WEIGHTS_TAINTED, _S, _P, "not_servable"),
     # Failure and the end.
     *(Rule(Trigger.FAIL, source, _F) for source in (_A, _R, _D, _S, _P)),
     Rule(Trigger.RECOVER, _F, _A, "serves_idle"),
     Rule(Trigger.RECOVER, _F, _R, "serves_busy"),
+    Rule(Trigger.RECOVER, _F, _S, "paused_only"),
+    Rule(Trigger.RECOVER, _F, _S, "nothing_resident"),
     Rule(Trigger.RECOVER, _F, _P, "not_servable"),
     *(Rule(Trigger.CLOSE, source, _C) for source in (_A, _R, _D, _S, _P, _F)),
 )
@@ -322,7 +335,7 @@ NEEDS: Final[Mapping[str, Need]] = {
     "collective_rpc": Need.QUIET,  # and what RPC_NEEDS says of the method
     "list_loras": Need.QUIET,
     "set_weight_version": Need.QUIET,
-    "mark_weights_loaded": Need.WEIGHTS,
+    "mark_weights_loaded": Need.LOADING,
     "apply_model": Need.WEIGHTS,
     "add_lora": Need.WEIGHTS,
     "remove_lora": Need.WEIGHTS,
@@ -385,6 +398,10 @@ STEERING: Final = (
     "recover",
     "close",
 )
+
+
+# Calls that the lifecycle makes itself: passed on by name they would go behind it.
+OWN_CALLS: Final = frozenset(STEERING) | {"collective_rpc", "load_weights"}
 
 
 def legal_calls(state: State, facts: Facts) -> tuple[str, ...]:

@@ -61,34 +61,38 @@ class WeightsKeeper:
         if self.condition is Weights.DISCARDED and self.policy == "checked":
             self._run("discard_weights", engine.discard_weights)
             self._filled = True
-            self.missing = engine.missing_weights()
+            self.look(engine)
 
     def judge(self, engine: Engine) -> bool:
         """Everything is resident: were discarded weights loaded by now? True if that is new."""
         if self.condition is not Weights.DISCARDED or self.policy == "declared":
             return False
-        if self.policy == "checked" and not self._all_loaded(engine):
+        # Mapped before we came, they were never filled, and there is nothing to see.
+        if self.policy == "checked" and (not self._filled or self.look(engine)):
             return False
         self.valid(self.policy)
         return True
 
-    def _all_loaded(self, engine: Engine) -> bool:
-        if not self._filled:  # it was mapped before we came: there is nothing to see
-            return False
-        self.missing = self._run("missing_weights", engine.missing_weights)
-        return not self.missing
+    def look(self, engine: Engine) -> tuple[str, ...]:
+        """What was filled and never loaded since."""
+        if self._filled:
+            self.missing = self._run("missing_weights", engine.missing_weights)
+        return self.missing
 
     def loaded(self, call: str, engine: Engine, *, whole: bool, version: str | None) -> None:
         """A load was seen to succeed. whole: it alone loads every parameter."""
-        if call == "finish_weight_update" and self._before_update is not None:
+        if call == "finish_weight_update":
+            if self._before_update is None:  # a part of the update failed: its end cures nothing
+                return
             self.condition, self._before_update = self._before_update, None
-        complete = whole and (not self._filled or self._all_loaded(engine))
-        if complete or self.condition is Weights.VALID:
+        if self.condition is Weights.VALID or (whole and not self.look(engine)):
             self.valid(call, version)
 
     def taint(self, *, opens_update: bool = False) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
-        if opens_update and self._before_update is None:
+        if not opens_update:
+            self._before_update = None
+        elif self._before_update is None:
             self._before_update = self.condition
         self.condition = Weights.TAINTED
         self._events.emit("weights", weights=self.condition.value)
@@ -98,7 +102,7 @@ class WeightsKeeper:
         self.condition = Weights.VALID
         self.missing, self._filled, self._before_update = (), False, None
         self.epoch += 1
-        self.version = version if version is not None else self.version
+        self.version = version
         self._events.emit(
             "weights", call=how, weights=self.condition.value, epoch=self.epoch, version=self.version
         )

@@ -45,7 +45,11 @@ def main() -> int:
         records = [line.to_dict() for line in lines]
         arguments.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     missed = sum(not line.ok for line in lines)
-    print(f"\n{len(lines)} figures, {missed} FAIL" if missed else f"\n{len(lines)} figures, all within their targets")
+    print(
+        f"\n{len(lines)} figures, {missed} FAIL"
+        if missed
+        else f"\n{len(lines)} figures, all within their targets"
+    )
     return 1 if missed else 0
 
 

@@ -1,8 +1,8 @@
 """A drain takes no engine step that the loop written by hand would not take, and little time besides.
 
-The loop by hand is the shortest that loses nothing: abort what never started, to be added again later, and step
-while the scheduler has requests or a launched batch waits. Steps are counted in vLLM's engine core, below
-everything that is compared. Both drains start from the same moment, reached by the same steps: with nothing
+The loop by hand is the shortest that loses nothing: abort what never started, to be added again later, and
+step while the scheduler has requests or a launched batch waits. Steps are counted in vLLM's engine core,
+below all that is compared. Both drains start from the same moment, reached by the same steps: with nothing
 started, in the first wave of requests, in the last tokens of one, in the second wave; with and without
 launching ahead.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.benchmarks.measure import Line, median_difference, no_gc, pairs_of
+from tests.benchmarks.measure import Line, median_difference, pairs_of
 
 MOMENTS = (0, 1, 2, 5, 11, 12, 13, 17)
 REQUESTS = 10
@@ -60,19 +60,18 @@ def by_hand(llm: Any, requests: int, moment: int) -> float:
     engine, core = llm.engine, llm.core
     scheduler = core.scheduler
     fill(engine.add_request, engine.step, requests, moment)
-    with no_gc():
-        started = time.perf_counter()
-        running = {request.request_id for request in scheduler.running}
-        unstarted = [
-            name
-            for name, request in scheduler.requests.items()
-            if name not in running
-            and not (request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
-        ]
-        engine.abort_request(unstarted, internal=True)
-        while scheduler.has_requests() or core.batch_queue:
-            engine.step()
-        seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    running = {request.request_id for request in scheduler.running}
+    unstarted = [
+        name
+        for name, request in scheduler.requests.items()
+        if name not in running
+        and not (request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
+    ]
+    engine.abort_request(unstarted, internal=True)
+    while scheduler.has_requests() or core.batch_queue:
+        engine.step()
+    seconds = time.perf_counter() - started
     engine.sleep(0, mode="keep")
     engine.wake_up()
     return seconds
@@ -82,15 +81,12 @@ def guarded(llm: Any, requests: int, moment: int) -> float:
     """The same through `sleep(level=0, mode="wait")`; what it held is dropped after the wake."""
     lifecycle = llm.lifecycle
     fill(lifecycle.add_request, lifecycle.step, requests, moment)
-    with no_gc():
-        started = time.perf_counter()
-        report = lifecycle.sleep(level=0, mode="wait")
-        seconds = time.perf_counter() - started
+    report = lifecycle.sleep(level=0, mode="wait")
     lifecycle.abort_request(report.held)
     lifecycle.wake_up()
     while lifecycle.has_unfinished_requests():
         lifecycle.step()
-    return seconds
+    return report.drain_s
 
 
 def steps_of(llm: Any, drain: Callable[[Any, int, int], float], moment: int) -> int:

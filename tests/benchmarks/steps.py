@@ -28,7 +28,9 @@ def run(*, quick: bool) -> Iterator[Line]:
     yield Line(f"  each of {OUTPUTS} outputs of a step", each, "us", at_most=0.3)
     many = overhead(MANY, 0, blocks, 1000)
     yield Line(f"  no outputs, {MANY:,} requests in flight", many, "us", at_most=1.0)
-    yield Line("  no outputs, as attach() puts it in place", overhead(1, 0, blocks, 1000, attached=True), "us")
+    yield Line(
+        "  no outputs, as attach() puts it in place", overhead(1, 0, blocks, 1000, attached=True), "us"
+    )
 
 
 def overhead(in_flight: int, outputs: int, blocks: int, steps: int, *, attached: bool = False) -> float:
@@ -42,10 +44,9 @@ def overhead(in_flight: int, outputs: int, blocks: int, steps: int, *, attached:
     step, busy = lifecycle.step, lifecycle.has_unfinished_requests
     if attached:
         step, busy = _like(engine.step, step), _like(engine.has_work, busy)
-    with no_gc():
-        pairs = pairs_of(
-            lambda: time_of(engine.step, engine.has_work, steps), lambda: time_of(step, busy, steps), blocks
-        )
+    pairs = pairs_of(
+        lambda: time_of(engine.step, engine.has_work, steps), lambda: time_of(step, busy, steps), blocks
+    )
     return median_difference(pairs) * 1e6
 
 

@@ -10,8 +10,8 @@ blocks
     within a second, and a pair of blocks must lie within one such spell.
 step by step
     One batch of four requests, admitted through the lifecycle, is stepped by the raw engine and by the
-    lifecycle in turn (which of the two goes first is drawn by lot), so that both step the same batch. Narrower
-    bounds, but without admission and ends.
+    lifecycle in turn (which of the two goes first is drawn by lot), so that both step the same batch.
+    Narrower bounds, but without admission and ends.
 
 The figure is the 95 % lower bound of the ratio: the target is met only if it is met beyond the noise.
 """
@@ -40,7 +40,10 @@ def run(*, quick: bool) -> Iterator[Line]:
     llm = pair()
     for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE):
         name = kind.name.lower().replace("_", "-")
-        yield line(f"steps per second, guarded by raw, {name}, step by step", in_turn(llm, kind, 20 if quick else 120))
+        yield line(
+            f"steps per second, guarded by raw, {name}, step by step",
+            in_turn(llm, kind, 20 if quick else 120),
+        )
         llm.settle()
     count = 60 if quick else 400
     for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE):

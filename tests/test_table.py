@@ -1,0 +1,165 @@
+"""The table itself, by properties that are stated independently of it, and its wiring."""
+
+import itertools
+
+import pytest
+
+from engine_adapter.simulated import SimulatedEngine
+from lifecycle import Lifecycle, State, Weights
+from lifecycle.table import (
+    GUARDS,
+    KV_CACHE,
+    MEMORY_TAGS,
+    NEED_CHECKS,
+    NEEDS,
+    RPC_NEEDS,
+    RULES,
+    STEERING,
+    WEIGHTS,
+    Facts,
+    Need,
+    Trigger,
+    match,
+    meets,
+    rpc_need,
+)
+
+RESIDENCIES = [frozenset(), frozenset({WEIGHTS}), frozenset({KV_CACHE}), MEMORY_TAGS]
+
+
+def every_fact():
+    """All combinations of facts that a guard can tell apart."""
+    for resident, level, weights, paused, in_flight, held, can in itertools.product(
+        RESIDENCIES, (None, 0, 1, 2), Weights, (False, True), (0, 3), (0, 2), (False, True)
+    ):
+        yield Facts(resident, level, weights, paused, in_flight, held, 0, can)
+
+
+def edges():
+    return [(rule.source, rule.dest) for rule in RULES if rule.source is not None]
+
+
+def test_every_state_can_be_left_but_closed():
+    """No state is a trap, and CLOSED is the only end."""
+    for state in State:
+        leaves = {dest for source, dest in edges() if source is state} - {state}
+        assert bool(leaves) is (state is not State.CLOSED)
+
+
+def test_every_state_reaches_closed_in_one_step():
+    """Whatever happened, close() is one transition away."""
+    for state in set(State) - {State.CLOSED}:
+        assert match(Trigger.CLOSE, state, Facts()).dest is State.CLOSED
+
+
+def test_no_way_to_serving_with_memory_asleep_or_weights_not_valid():
+    """No row enters AWAKE or RUNNING by waking, loading or attaching unless everything is back and valid."""
+    enters = (Trigger.WAKE, Trigger.WEIGHTS_VALID, Trigger.ATTACH, Trigger.RECOVER)
+    for facts in every_fact():
+        for trigger, source in itertools.product(
+            enters, (None, State.SLEEPING, State.PARTIALLY_AWAKE, State.FAILED)
+        ):
+            rule = match(trigger, source, facts)
+            if rule is not None and rule.dest in (State.AWAKE, State.RUNNING):
+                assert facts.resident == MEMORY_TAGS
+                assert facts.weights is Weights.VALID
+
+
+def test_the_only_ways_out_of_sleep_are_wake_weights_failure_and_close():
+    """From SLEEPING to serving leads nothing but a wake; from PARTIALLY_AWAKE a wake or valid weights."""
+    serving = {State.AWAKE, State.RUNNING}
+    ways = {
+        rule.trigger
+        for rule in RULES
+        if rule.source in (State.SLEEPING, State.PARTIALLY_AWAKE) and rule.dest in serving
+    }
+    assert ways == {Trigger.WAKE, Trigger.WEIGHTS_VALID}
+
+
+def test_an_explicit_pause_survives_sleep_and_wake():
+    """With a pause said, no wake and no load leads to a serving state."""
+    for facts in every_fact():
+        if facts.paused:
+            for trigger, source in itertools.product(
+                (Trigger.WAKE, Trigger.WEIGHTS_VALID), (State.SLEEPING, State.PARTIALLY_AWAKE)
+            ):
+                rule = match(trigger, source, facts)
+                assert rule is None or rule.dest not in (State.AWAKE, State.RUNNING)
+
+
+def test_a_wake_always_has_exactly_one_destination():
+    """Whatever the facts, a wake leads somewhere, and to one state only."""
+    for facts in every_fact():
+        for source in (State.SLEEPING, State.PARTIALLY_AWAKE):
+            rows = [
+                rule
+                for rule in RULES
+                if rule.trigger is Trigger.WAKE and rule.source is source and GUARDS[rule.guard][0](facts)
+            ]
+            assert len(rows) == 1, (source, facts)
+
+
+def test_rows_are_distinct_and_guards_exist():
+    """No row stands twice, and each guard it names is defined."""
+    assert len(set(RULES)) == len(RULES)
+    assert {rule.guard for rule in RULES} | {rule.before for rule in RULES} == set(GUARDS)
+
+
+def test_only_serving_states_step():
+    """`step` is met in AWAKE and RUNNING and nowhere else, whatever the facts."""
+    for state, facts in itertools.product(State, every_fact()):
+        assert meets(Need.SERVING, state, facts) is (state in (State.AWAKE, State.RUNNING))
+
+
+def test_after_the_end_nothing_but_reading_is_legal():
+    """In FAILED only abort, recover, close and reading; in CLOSED nothing at all."""
+    legal = {call for call, need in NEEDS.items() if meets(need, State.FAILED, Facts())}
+    assert legal & set(STEERING) == {"abort_request", "recover", "close"}
+    assert not [call for call, need in NEEDS.items() if meets(need, State.CLOSED, Facts())]
+
+
+def test_loads_need_resident_weights_and_nothing_computed_with_them():
+    """A load is met only with weights resident, and not under requests computed with valid ones."""
+    for facts in every_fact():
+        if meets(Need.LOADING, State.PARTIALLY_AWAKE, facts):
+            assert WEIGHTS in facts.resident
+            assert not (facts.in_flight and facts.weights is Weights.VALID)
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake_up", "discard"])
+def test_no_worker_method_goes_behind_the_machine(method):
+    """Sleep, wake and discard through collective_rpc are legal in no state."""
+    assert not any(meets(RPC_NEEDS[method], state, Facts()) for state in State)
+
+
+def test_a_caller_names_its_own_worker_methods():
+    """The caller's `rpc_needs` come first, unknown methods need a quiet engine, update_weights_* loads."""
+    assert rpc_need("refit", {"refit": Need.LOADING}) is Need.LOADING
+    assert rpc_need("prepare_refit_info", {}) is Need.QUIET
+    assert rpc_need("update_weights_from_ipc", {}) is Need.LOADING
+    assert rpc_need("reload_weights", {"reload_weights": Need.QUIET}) is Need.QUIET
+
+
+def test_every_need_has_words():
+    """An error message can always say what is missing."""
+    assert set(NEED_CHECKS) == set(Need)
+    assert all(check.words for check in NEED_CHECKS.values())
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("trigger", [trigger for trigger in Trigger if trigger is not Trigger.ATTACH])
+def test_the_machine_is_wired_as_the_table_says(state, trigger):
+    """For every cell, `transitions` goes where the table says, or nowhere."""
+    core = Lifecycle(SimulatedEngine(), sinks=())._core
+    for facts in (
+        Facts(),
+        Facts(frozenset(), 1),
+        Facts(frozenset({WEIGHTS}), 2, Weights.DISCARDED, in_flight=1),
+    ):
+        core.facts = lambda facts=facts: facts
+        core._cursor.state = state
+        expected = match(trigger, state, facts)
+        has_rows = any(rule.trigger is trigger and rule.source is state for rule in RULES)
+        if has_rows:
+            assert core._cursor.trigger(trigger) is (expected is not None)
+        assert core._cursor.state is (expected.dest if expected else state)
