@@ -73,6 +73,8 @@ def run(*, simulated: bool = False) -> int:
     screen = _screen()
     try:
         fault = _fault()
+        if fault:
+            screen.line(f"FAULT={fault}: one output of {VICTIM} is spoiled before it is compared")
         stage = _on_simulated() if simulated else _on_vllm(screen)
         return _play(screen, stage, fault)
     except (_CannotStartError, ModelPreparationError) as error:
@@ -165,7 +167,10 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.line(f"{len(collected.ended)} requests finished; the engine is {lifecycle.state}")
 
     screen.heading("5. Level 2 discards the weights: nothing is served until they are loaded")
-    screen.report(lifecycle.sleep(level=2))
+    discarded = lifecycle.sleep(level=2)
+    screen.report(discarded)
+    if discarded.released_bytes is None:
+        screen.line("(On a CPU they really stay; the guard asks for the load that a GPU needs.)")
     screen.report(lifecycle.wake_up())
     served += _not_refused(screen, "generate()", lambda: stage.generate(lifecycle))
     loaded = lifecycle.reload_weights()
@@ -351,9 +356,9 @@ def _on_vllm(screen: Screen) -> Stage:
     if importlib.util.find_spec("vllm") is None:
         msg = "vLLM is not installed; `lifecycle demo --simulated` needs none"
         raise _CannotStartError(msg)
+    _prepare_environment()
     model = _model(screen)
     screen.line(f"Starting vLLM on {model.name}: ten seconds to half a minute ...")
-    _prepare_environment()
     try:
         llm = _build(model)
     except Exception as error:

@@ -58,10 +58,8 @@ _GUARDED: Final = (
     "reset_encoder_cache",
     "reset_mm_cache",
 )
-# Calls that need something of the table and are otherwise the engine's own.
-_PASSED: Final = tuple(
-    name for name, need in NEEDS.items() if need in (Need.QUIET, Need.WEIGHTS) and name not in _GUARDED
-)
+# What the table lets through in any state goes to the engine as it is.
+_FREE: Final = frozenset(name for name, need in NEEDS.items() if need is Need.NOTHING)
 # The only public names that the stand-in has and an `LLMEngine` has not.
 ADDED_NAMES: Final = ("lifecycle",)
 
@@ -76,9 +74,8 @@ class _StandIn:
         for name in _GUARDED:
             if hasattr(engine, name):
                 own(self, name, _like(getattr(engine, name), getattr(lifecycle, name)))
-        for name in _PASSED:
-            if hasattr(engine, name):
-                own(self, name, _like(getattr(engine, name), functools.partial(lifecycle.call, name)))
+        for name in _methods(type(engine)) - set(_GUARDED) - _FREE - {"sleep"}:
+            own(self, name, _like(getattr(engine, name), functools.partial(lifecycle.call, name)))
         own(self, "sleep", _like(engine.sleep, lifecycle.sleep, mode=default_mode))
 
     @property  # type: ignore[misc]  # isinstance checks of trainers must hold
@@ -99,6 +96,15 @@ class _StandIn:
 
     def __repr__(self) -> str:
         return f"<guarded {object.__getattribute__(self, '_guarded_engine')!r}>"
+
+
+def _methods(engine_class: type) -> set[str]:
+    """Public methods: those that neither the lifecycle nor the table knows need a serving engine."""
+    return {
+        name
+        for name in dir(engine_class)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(engine_class, name))
+    }
 
 
 def _like(

@@ -20,13 +20,15 @@ Verified with vLLM 0.25.1 on an H200 and 0.32.0 on CPUs.
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import vllm
+import vllm.exceptions
 from vllm import PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -40,8 +42,7 @@ from lifecycle.engine import Call, Capabilities, Condition, Found, Memory, OutOf
 from lifecycle.errors import UnsupportedEngine
 from lifecycle.table import LEVELS, MEMORY_TAGS, Weights
 
-# Everything private that this adapter reads, from the `LLMEngine` down, and what its
-# absence would cost.
+# Everything private that a drain can't do without, from the `LLMEngine` down, and why.
 PRIVATE_SURFACE: Final[Mapping[str, str]] = {
     "engine_core.engine_core": "an in-process engine: nothing works without it",
     "engine_core.engine_core.scheduler.running": "drains: what started can't be told from what waits",
@@ -53,12 +54,22 @@ PRIVATE_SURFACE: Final[Mapping[str, str]] = {
     "engine_core.engine_core.model_executor.sleeping_tags": "verification of sleep and wake",
     "output_processor.request_states": "partial outputs: an abort loses the tokens so far",
     "output_processor.parent_requests": "partial outputs of n > 1",
-    "input_processor.process_inputs": "held requests can't be validated before the wake",
+}
+# What this adapter uses where a release has it, and the guarantee that is lost where not.
+OPTIONAL_SURFACE: Final[Mapping[str, str]] = {
+    "input_processor.process_inputs": "bad arguments of a held request show only at the wake",
+    "reset_encoder_cache": "the encoder cache is not dropped after a weight load",
+    "release_kv_cache_memory": "the KV cache can't be released alone",
+    "set_weight_version": "outputs do not name the weights that they were computed with",
 }
 
 # Parameters of these types can be filled with NaN and looked at again.
 _CHECKABLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _WAITING: Final = frozenset({"WAITING", "WAITING_FOR_FSM", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"})
+# What vLLM raises for a bad argument. Up to 0.25 all of it was ValueError.
+_BAD_ARGUMENT: Final = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
+# vLLM's dummy load draws from a range this small; any real model leaves it.
+_DUMMY_RANGE: Final = 1e-3
 _REASONS: Final = {"abort": FinishReason.ABORT, "error": getattr(FinishReason, "ERROR", FinishReason.ABORT)}
 
 
@@ -114,6 +125,13 @@ def _can_check(worker: Any) -> bool:
     return all(data.dtype in _CHECKABLE and data.numel() for _, data in _parameters(worker))
 
 
+def _looks_dummy(worker: Any) -> bool:
+    return all(
+        not data.is_floating_point() or bool((data.abs() <= _DUMMY_RANGE).all())
+        for _, data in _parameters(worker)
+    )
+
+
 def _fill_with_nan(worker: Any) -> None:
     for _, data in _parameters(worker):
         data.fill_(float("nan"))
@@ -144,8 +162,11 @@ class VllmInprocess:
         self._executor = self._core.model_executor
         self._states = self._engine.output_processor.request_states
         self._parents = self._engine.output_processor.parent_requests
-        self._accepts = inspect.signature(self._engine.input_processor.process_inputs).parameters
+        process = getattr(self._engine.input_processor, "process_inputs", None)
+        self._accepts = inspect.signature(process).parameters if process else {}
         self._level: int | None = None
+        load_format = getattr(self._engine.vllm_config.load_config, "load_format", "")
+        self._was_dummy = getattr(load_format, "value", load_format) == "dummy"
         self._last_params: Any = None
         self.capabilities = self._probe()
 
@@ -153,7 +174,7 @@ class VllmInprocess:
         config = self._engine.vllm_config
         parallel = config.parallel_config
         sleep_mode = config.model_config.enable_sleep_mode or not current_platform.is_sleep_mode_available()
-        # From 0.32 `is_sleeping` is a property of the tags, and sleep is ignored only while the weights sleep.
+        # From 0.32 `is_sleeping` is a property of the tags, and sleep ignored only while the weights sleep.
         by_tags = isinstance(inspect.getattr_static(type(self._executor), "is_sleeping", None), property)
         weights_asleep = "weights" in self._executor.sleeping_tags
         checkable = weights_asleep or all(self._on_workers(_can_check))
@@ -167,8 +188,15 @@ class VllmInprocess:
             lockstep=parallel.world_size > 1
             and str(parallel.distributed_executor_backend) == "external_launcher",
             levels=LEVELS if sleep_mode else (0,),
-            costs=tuple(cost for name, cost in PRIVATE_SURFACE.items() if not _has(self._engine, name)),
+            costs=tuple(self._costs(by_tags=by_tags, checkable=checkable)),
         )
+
+    def _costs(self, *, by_tags: bool, checkable: bool) -> Iterable[str]:
+        yield from (cost for name, cost in OPTIONAL_SURFACE.items() if not _has(self._engine, name))
+        if not by_tags:
+            yield "no way back to sleep while only the KV cache sleeps; after level 2 the weights wake first"
+        if not checkable:
+            yield "weights can't be checked for holes: some parameters can't hold NaN"
 
     def _on_workers(self, function: Callable[[Any], Any]) -> list[Any]:
         result: list[Any] = self._engine.engine_core.collective_rpc(function)
@@ -180,7 +208,7 @@ class VllmInprocess:
         """Residency from the executor, pause from the scheduler, level where the allocator tells."""
         resident = MEMORY_TAGS - set(self._executor.sleeping_tags)
         paused = self._scheduler.pause_state != PauseState.UNPAUSED
-        dummy = str(getattr(self._engine.vllm_config.load_config, "load_format", "")) == "dummy"
+        dummy = self._was_dummy and not ("weights" in resident and self._was_loaded())
         return Condition(
             resident=resident,
             paused=paused or not resident >= MEMORY_TAGS,
@@ -188,6 +216,12 @@ class VllmInprocess:
             weights=Weights.DISCARDED if dummy else Weights.VALID,
             requests=tuple(self._find_requests()),
         )
+
+    def _was_loaded(self) -> bool:
+        """A dummy load that somebody made good before we came stays good."""
+        if not all(self._on_workers(_looks_dummy)):
+            self._was_dummy = False
+        return not self._was_dummy
 
     def _read_level(self, resident: frozenset[str], *, paused: bool) -> int | None:
         if resident >= MEMORY_TAGS:
@@ -239,24 +273,26 @@ class VllmInprocess:
 
     def validate(self, call: Call) -> None:
         """Run the engine's own input processing and throw the result away."""
-        if isinstance(call.prompt, EngineCoreRequest):
+        if isinstance(call.prompt, EngineCoreRequest) or not self._accepts:
             return
         arguments = {"supported_tasks": self._engine.get_supported_tasks(), **call.options}
-        self._engine.input_processor.process_inputs(
-            call.request_id,
-            call.prompt,
-            call.params,
-            arrival_time=call.arrival_time,
-            **{name: value for name, value in arguments.items() if name in self._accepts},
-        )
+        with _as_value_error():
+            self._engine.input_processor.process_inputs(
+                call.request_id,
+                call.prompt,
+                call.params,
+                arrival_time=call.arrival_time,
+                **{name: value for name, value in arguments.items() if name in self._accepts},
+            )
 
     def add(self, call: Call) -> str:
         """Queue the request; whatever a failed call left behind is removed again."""
         prompt = copy.copy(call.prompt) if isinstance(call.prompt, EngineCoreRequest) else call.prompt
         try:
-            engine_id: str | None = self._engine.add_request(
-                call.request_id, prompt, call.params, arrival_time=call.arrival_time, **call.options
-            )
+            with _as_value_error():
+                engine_id: str | None = self._engine.add_request(
+                    call.request_id, prompt, call.params, arrival_time=call.arrival_time, **call.options
+                )
         except Exception:
             if call.request_id in self._engine.output_processor.external_req_ids:
                 self._engine.abort_request([call.request_id])
@@ -480,6 +516,17 @@ def _has(engine: Any, path: str) -> bool:
     return True
 
 
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Whatever class a release gives to a bad argument, it leaves here as a ValueError."""
+    try:
+        yield
+    except _BAD_ARGUMENT as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(str(error)) from error
+
+
 def _never_ran(request: Any) -> bool:
     return (
         request is not None
@@ -515,46 +562,27 @@ def _resident_bytes() -> int | None:
 
 def doctor() -> list[tuple[str, str]]:
     """Lines for `lifecycle doctor`: versions, and what this release of vLLM has of what is used."""
-    engine, core, scheduler = _class_surface()
-    rows = [
-        ("vllm", vllm.__version__),
-        ("torch", str(torch.__version__)),
-        ("platform", current_platform.device_name),
-    ]
-    rows += [
-        (f"LLMEngine.{name}", "yes" if hasattr(engine, name) else f"missing: {cost}")
-        for name, cost in {
-            "sleep": "nothing can sleep",
-            "wake_up": "nothing can wake",
-            "release_kv_cache_memory": "the KV cache can't be released alone (0.32 has it)",
-            "reset_encoder_cache": "the encoder cache is not reset after a weight load",
-            "set_weight_version": "outputs do not name the weights they were computed with (0.32 has it)",
-        }.items()
-    ]
-    rows += [
-        (f"EngineCore.{name}", "yes" if hasattr(core, name) else f"missing: {cost}")
-        for name, cost in {"sleep": "nothing can sleep", "wake_up": "nothing can wake"}.items()
-    ]
-    rows += [
-        (f"Scheduler.{name}", "yes" if hasattr(scheduler, name) else f"missing: {cost}")
-        for name, cost in {
-            "set_pause_state": PRIVATE_SURFACE["engine_core.engine_core.scheduler.set_pause_state"],
-            "pause_state": PRIVATE_SURFACE["engine_core.engine_core.scheduler.pause_state"],
-            "has_requests": PRIVATE_SURFACE["engine_core.engine_core.scheduler.has_requests"],
-        }.items()
-    ]
-    by_tags = isinstance(inspect.getattr_static(Executor, "is_sleeping", None), property)
-    rows.append(
-        ("sleep again from partly awake", "yes" if by_tags else "missing: refused unless all is awake")
-    )
-    rows.append(
-        ("wake the KV cache first at level 2", "yes" if by_tags else "missing: refused, weights first")
-    )
-    return rows
-
-
-def _class_surface() -> tuple[type, type, type]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    return LLMEngine, EngineCore, Scheduler
+    homes = {"LLMEngine": LLMEngine, "EngineCore": EngineCore, "Scheduler": Scheduler, "Executor": Executor}
+    surface = {
+        "LLMEngine.sleep": "nothing can sleep",
+        "LLMEngine.wake_up": "nothing can wake",
+        "Scheduler.set_pause_state": PRIVATE_SURFACE["engine_core.engine_core.scheduler.set_pause_state"],
+        "Scheduler.pause_state": PRIVATE_SURFACE["engine_core.engine_core.scheduler.pause_state"],
+        "Scheduler.has_requests": PRIVATE_SURFACE["engine_core.engine_core.scheduler.has_requests"],
+        **{f"LLMEngine.{name}": cost for name, cost in OPTIONAL_SURFACE.items() if "." not in name},
+    }
+    rows = [
+        ("vllm", vllm.__version__),
+        ("torch", str(torch.__version__)),
+        ("platform", current_platform.device_name or "unknown"),
+    ]
+    for name, cost in surface.items():
+        home, _, attribute = name.partition(".")
+        rows.append((name, "yes" if hasattr(homes[home], attribute) else f"missing: {cost}"))
+    by_tags = isinstance(inspect.getattr_static(Executor, "is_sleeping", None), property)
+    rows.append(("sleep again from partly awake", "yes" if by_tags else "missing: only once all is awake"))
+    rows.append(("KV cache first after level 2", "yes" if by_tags else "missing: the weights wake first"))
+    return rows

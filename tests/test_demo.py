@@ -159,6 +159,16 @@ def test_model_that_is_no_model(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.vllm
+def test_model_that_vllm_can_not_serve(tmp_path):
+    """A model folder that vLLM refuses is said in one line: status 2, no traceback."""
+    (tmp_path / "config.json").write_text("{}")
+    done = play(MODEL=str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "vLLM could not serve the model" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_without_vllm_the_simulated_demo_is_offered(monkeypatch, capsys):
     """Where vLLM is not installed the demo can't start, and names the one that can."""
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
@@ -179,7 +189,7 @@ def test_ctrl_c_ends_cleanly(monkeypatch, capsys):
 
 @pytest.mark.vllm
 def test_real_demo_ends_well():
-    """On a real vLLM every request has the tokens of the uninterrupted run, and vLLM's own log is not in the way."""
+    """On a real vLLM every request has the tokens of the uninterrupted run; vLLM's own log is silent."""
     from tests.engines import model_dir
 
     done = play(MODEL=str(model_dir()))
