@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -34,7 +34,7 @@ from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snap
 from lifecycle.errors import IllegalCall
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
-from lifecycle.table import SERVING, Need, State
+from lifecycle.table import Need, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,11 @@ class _DeferredInterrupt:
 
     @contextmanager
     def engine_call(self) -> Iterator[None]:
-        self._inside = threading.get_ident() == self._main
+        """Where the first Ctrl-C must wait: from before the lock is taken until it is let go."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        self._inside = True
         try:
             yield
         finally:
@@ -269,18 +273,24 @@ class Lifecycle:
             trace_headers=trace_headers,
             priority=priority,
         )
-        scope = self._scope()
-        with self._lock, self._interrupt.engine_call() if scope else nullcontext():
-            handle = self._core.add_request(request_id, prompt, params, options, scope)
+        with self._engine():
+            handle = self._core.add_request(request_id, prompt, params, options, self._scope())
         self._interrupt.deliver()
         return handle
+
+    @contextmanager
+    def _engine(self) -> Iterator[None]:
+        """The lock, with Ctrl-C held back where a blocking call says so."""
+        with self._interrupt.engine_call(), self._lock:
+            yield
 
     def abort_request(self, request_ids: Sequence[str], internal: bool = False) -> None:  # noqa: ARG002  (vLLM's signature)
         """End requests without an output. Ids of either kind are understood; unknown ones ignored."""
         if isinstance(request_ids, str):
             raise self._core.invalid("abort_request", f"request_ids must be a list, not {request_ids!r}")
-        with self._lock:
+        with self._engine():
             self._core.abort_request(request_ids)
+        self._interrupt.deliver()
         self._notify()
 
     def step(self) -> list[Any]:
@@ -300,22 +310,19 @@ class Lifecycle:
         core = self._core
         while True:
             seen = self._changes
-            with self._lock:
-                if core.ledger.mailbox:
-                    taken = core.ledger.take(scope)
-                    if taken:
-                        return taken
-                if core.state in SERVING or core.state in (State.FAILED, State.CLOSED) or core.forked:
-                    with self._interrupt.engine_call():
-                        outputs = core.step(scope)
-                    break
-            if not scope.live:
-                return []
+            outputs: list[Any] | None = None
+            with self._engine():
+                waits = core.state in (State.DRAINING, State.SLEEPING, State.PARTIALLY_AWAKE)
+                if not waits or core.forked:
+                    outputs = core.step(scope)
+                elif core.ledger.mailbox or not scope.live:
+                    outputs = core.ledger.take(scope)
+            self._interrupt.deliver()
+            if core.ledger.mailbox:
+                self._notify()  # somebody else's outputs came with ours
+            if outputs or (outputs is not None and not (waits and scope.live)):
+                return outputs
             self._wait_for_change(seen)
-        self._interrupt.deliver()
-        if core.ledger.mailbox:
-            self._notify()
-        return outputs
 
     # -- change, for those who wait --------------------------------------------------------------------
 
@@ -341,31 +348,31 @@ class Lifecycle:
         if getattr(self._scopes, "current", None) is not None:
             yield
             return
-        core = self._core
-        with self._lock:
-            if not enqueues and not (claims_enqueued and core.ledger.all_delivered(core.ledger.enqueued)):
-                core.require(call, Need.SERVING)
-            scope = Scope(call, keeps=claims_enqueued)
-            if claims_enqueued:
-                core.ledger.own(core.ledger.owned_by(core.ledger.enqueued), scope)
-            self._scopes.current = scope
-            self._any_scope = True
-        try:
-            with self._interrupt:
+        ledger = self._core.ledger
+        with self._interrupt:
+            with self._engine():
+                if not enqueues and not (claims_enqueued and ledger.all_delivered(ledger.enqueued)):
+                    self._core.require(call, Need.SERVING)
+                scope = Scope(call, keeps=claims_enqueued)
+                if claims_enqueued:
+                    ledger.own(ledger.owned_by(ledger.enqueued), scope)
+                self._scopes.current = scope
+                self._any_scope = True
+            try:
+                self._interrupt.deliver()
                 yield
                 self._interrupt.deliver()
-        except BaseException:
-            with self._lock:
-                self._abandon(scope)
-            self._notify()
-            raise
-        finally:
-            self._scopes.current = None
-        with self._lock:
-            rest = core.ledger.owned_by(scope)
-            core.ledger.own(
-                rest, core.ledger.enqueued if enqueues or claims_enqueued else core.ledger.anybody
-            )
+            except BaseException:
+                with self._engine():
+                    self._abandon(scope)
+                self._notify()
+                raise
+            finally:
+                self._scopes.current = None
+            with self._engine():
+                heir = ledger.enqueued if enqueues or claims_enqueued else ledger.anybody
+                ledger.own(ledger.owned_by(scope), heir)
+            self._interrupt.deliver()
 
     def _abandon(self, scope: Scope) -> None:
         """A scope was left by an exception: nobody will take what it owns."""
@@ -422,7 +429,7 @@ class Lifecycle:
         self, level: int, mode: str, progress: Callable[[DrainProgress], Any] | None, **limits: Any
     ) -> SleepReport:
         with self._interrupt:
-            with self._lock:
+            with self._engine():
                 sleep = self._core.begin_sleep(level, mode, **limits)
             self._notify()
             seen = 0
@@ -433,7 +440,7 @@ class Lifecycle:
                         seen = sleep.steps
                         self._report_progress(sleep, progress)
             except BaseException:
-                with self._lock:
+                with self._engine():
                     sleep.cancel()
                 raise
             finally:
@@ -442,7 +449,7 @@ class Lifecycle:
         return report
 
     def _advance(self, sleep: Sleep) -> SleepReport | None:
-        with self._lock, self._interrupt.engine_call():
+        with self._engine():
             return sleep.advance()
 
     def _report_progress(self, sleep: Sleep, progress: Callable[[DrainProgress], Any]) -> None:
