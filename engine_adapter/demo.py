@@ -184,15 +184,19 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.heading("7. Every request against the uninterrupted run")
     problems = [*served, *(f"an illegal call reached the engine: {line}" for line in stage.misuse or ())]
     problems += _compare(screen, reference, collected, again)
+    return _verdict(screen, problems, len(reference), lists_misuse=stage.misuse is not None)
+
+
+def _verdict(screen: Screen, problems: list[str], count: int, *, lists_misuse: bool) -> int:
+    for problem in problems:
+        screen.bad(f"FAILED: {problem}")
     if problems:
-        for problem in problems:
-            screen.bad(f"FAILED: {problem}")
         return DIFFERENT
     screen.good(
-        f"All {len(reference)} requests, each delivered once, have the tokens of the uninterrupted run: "
+        f"All {count} requests, each delivered once, have the tokens of the uninterrupted run: "
         "across a sleep at level 1, and after level 2."
     )
-    if stage.misuse is not None:
+    if lists_misuse:
         screen.good("No illegal call reached the engine.")
     return OK
 
@@ -362,7 +366,7 @@ def _on_vllm(screen: Screen) -> Stage:
     try:
         llm = _build(model)
     except Exception as error:
-        msg = f"vLLM could not serve the model in {model}: {_first_line(error)}"
+        msg = f"vLLM could not serve the model in {model}: {_in_short(error)}"
         raise _CannotStartError(msg) from error
     return _set_stage(llm, model)
 
@@ -386,7 +390,7 @@ def _prepare_environment() -> None:
     for name, value in {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "CRITICAL",  # what fails is raised as well, and said once here
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",
     }.items():
@@ -456,9 +460,8 @@ def _as_chat(llm: Any, text: str) -> str:
     return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 # -- the screen ------------------------------------------------------------------------------------

@@ -639,7 +639,9 @@ class SimulatedEngine:
 
     def _forget(self, parent: ParentRequest) -> None:
         del self.parents[parent.engine_id]
-        self.live_ids -= Counter([parent.request_id])
+        self.live_ids[parent.request_id] -= 1
+        if not self.live_ids[parent.request_id]:
+            del self.live_ids[parent.request_id]
         for request in parent.children:
             self._finish(request)
 

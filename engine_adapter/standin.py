@@ -114,13 +114,20 @@ def _like(
 
     Extra keywords of the replacement (a drain's `timeout`, `progress`) stay usable.
     """
-
-    @functools.wraps(original)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **_with_defaults(positional, args, kwargs, defaults))
-
     signature = inspect.signature(original)
     positional = list(signature.parameters)
+    if defaults:
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **_with_defaults(positional, args, kwargs, defaults))
+
+    else:  # `step` comes this way
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs)
+
     parameters = [
         parameter.replace(default=defaults.get(name, parameter.default))
         for name, parameter in signature.parameters.items()

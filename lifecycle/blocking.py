@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -65,18 +66,29 @@ class _FairLock:
         self._turnstile = threading.Lock()
         self.holder = 0
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self.holder == me:
+    def enter(self) -> None:
+        """Take it: at once if nobody has it and nobody waits."""
+        if self._turnstile.locked() or not self._lock.acquire(blocking=False):
+            self._wait()
+        self.holder = get_ident()
+
+    def _wait(self) -> None:
+        if self.holder == get_ident():
             msg = "the engine is being called from inside one of its own calls"
             raise IllegalCall(msg, call=None, state=None, needs=None, legal=(), operation=None)
         with self._turnstile:
             self._lock.acquire()
-        self.holder = me
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
+        """Let it go."""
         self.holder = 0
         self._lock.release()
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 class _DeferredInterrupt:
@@ -94,7 +106,7 @@ class _DeferredInterrupt:
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() != self._main:
+        if get_ident() != self._main:
             return
         if self._depth == 0:
             self._pending = False
@@ -104,7 +116,7 @@ class _DeferredInterrupt:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if threading.get_ident() != self._main:
+        if get_ident() != self._main:
             return
         self._depth -= 1
         if self._depth == 0 and callable(self._before):
@@ -113,7 +125,7 @@ class _DeferredInterrupt:
     @contextmanager
     def engine_call(self) -> Iterator[None]:
         """Where the first Ctrl-C must wait: from before the lock is taken until it is let go."""
-        if threading.get_ident() != self._main:
+        if get_ident() != self._main:
             yield
             return
         self._inside = True
@@ -131,7 +143,7 @@ class _DeferredInterrupt:
 
     def deliver(self) -> None:
         """The engine call is over: raise what was held back."""
-        if self._pending and threading.get_ident() == self._main:
+        if self._pending and get_ident() == self._main:
             self._pending = False
             if callable(self._before):
                 self._before(signal.SIGINT, None)
@@ -303,8 +315,12 @@ class Lifecycle:
             scope = getattr(self._scopes, "current", None)
             if scope is not None:
                 return self._step_in_scope(scope)
-        with self._lock:
+        lock = self._lock
+        lock.enter()  # `with` would cost more than the rest of the way
+        try:
             return self._core.step()
+        finally:
+            lock.leave()
 
     def _step_in_scope(self, scope: Scope) -> list[Any]:
         core = self._core

@@ -607,14 +607,19 @@ class Core:
 
     def readmit(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Pass what is held to the engine, oldest first. Returns (readmitted, rejected) ids."""
-        readmitted, rejected = [], []
-        records = self.ledger.oldest_first()
-        if records:
-            self.run("forget_media", self.engine.forget_media)
-        for record in records:
+        readmitted: list[str] = []
+        rejected: list[str] = []
+        if self.ledger.held:
+            self.run("add_request", lambda: self._readmit(readmitted, rejected))
+        return tuple(readmitted), tuple(rejected)
+
+    def _readmit(self, readmitted: list[str], rejected: list[str]) -> None:
+        self.engine.forget_media()
+        add = self.engine.add
+        for record in self.ledger.oldest_first():
             try:
-                engine_id = self._add(record.call)
-            except (InvalidArgument, TypeError) as error:
+                engine_id = add(record.call)
+            except (ValueError, TypeError) as error:
                 # It was valid when it was held; an adapter may have been removed meanwhile.
                 self.ledger.drop(record)
                 rejected.append(record.request_id)
@@ -623,7 +628,6 @@ class Core:
                 record.epoch = self.weights.epoch
                 self.ledger.into_engine(record, engine_id)
                 readmitted.append(record.request_id)
-        return tuple(readmitted), tuple(rejected)
 
     def fell_asleep(self, level: int, resident: frozenset[str], *, pause: bool) -> None:
         """The engine proved that it sleeps."""

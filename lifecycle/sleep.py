@@ -78,6 +78,7 @@ class Sleep:
         self._deadline = request.timeout
         self._last_step = request.max_steps
         self._warnings: list[str] = []
+        self._counts: dict[str, int] = {}
         self._progress: Progress | None = None
         self._progress_at = self._said_at = self.started
         self._trigger = Trigger.SLEPT
@@ -187,7 +188,9 @@ class Sleep:
         """One engine step; its outputs wait in the mailbox as snapshots."""
         core = self._core
         ledger, engine = core.ledger, core.engine
-        before = {name: engine.tokens(record.engine_id) for name, record in ledger.in_flight.items()}
+        if self.steps == 0:
+            self._counts = self._count()
+        before = self._counts
         outputs = core.step_engine()
         self.steps += 1
         for output in outputs:
@@ -200,9 +203,13 @@ class Sleep:
                 old = 0 if record.call.delta else before[record.request_id]
                 self.tokens += engine.count_tokens(output) - old
             ledger.post(record, engine.copy_output(output))
-        self.tokens += sum(
-            engine.tokens(record.engine_id) - before[name] for name, record in ledger.in_flight.items()
-        )
+        self._counts = self._count()
+        self.tokens += sum(count - before[name] for name, count in self._counts.items())
+
+    def _count(self) -> dict[str, int]:
+        """Tokens so far of what is in flight."""
+        tokens = self._core.engine.tokens
+        return {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
 
     def _look_for_progress(self) -> None:
         core = self._core

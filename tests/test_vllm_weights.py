@@ -4,6 +4,8 @@ The worker's sleep really loses them (`tests.nan_worker`), loads go through vLLM
 every verdict is checked against tokens of an engine that nobody touched.
 """
 
+from functools import partial
+
 import pytest
 
 from lifecycle import EngineFailed, IllegalCall, State, WeightsNotValid
@@ -49,6 +51,10 @@ def load_unseen(llm, tensors):
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     for item in tensors.items():
         model.load_weights([item])
+
+
+def reload_by_rpc(llm, **kwargs):
+    return llm.collective_rpc("reload_weights", kwargs=kwargs)
 
 
 def breaks_half_way(tensors):
@@ -119,10 +125,10 @@ def assert_refused(llm, lifecycle, *missing):
         with pytest.raises(WeightsNotValid) as caught:
             call()
         assert caught.value.missing == missing
-        assert all(name in str(caught.value) for name in missing)
+        assert all(name in str(caught.value) for name in missing[:5])
 
 
-# -- what plain vLLM does -------------------------------------------------------------------------------
+# -- what plain vLLM does --------------------------------------------------------------------------
 
 
 def test_plain_vllm_mixes_models_in_its_prefix_cache(expected):
@@ -138,7 +144,7 @@ def test_the_models_can_be_told_apart(expected):
     assert min(len(set(ids)) for ids in outputs) >= 15
 
 
-# -- checked: holes -----------------------------------------------------------------------------------------
+# -- checked: holes --------------------------------------------------------------------------------
 
 # What a trainer forgot, and vLLM's name of the parameter that has the hole.
 FORGOTTEN = {
@@ -211,7 +217,7 @@ def test_level_2_without_a_load_is_not_served(llm, guarded, expected):
     assert tuple(outputs[0].outputs[0].token_ids) == expected.old[0]
 
 
-# -- checked: loads -------------------------------------------------------------------------------------------
+# -- checked: loads --------------------------------------------------------------------------------
 
 
 def test_a_load_that_nobody_sees_is_recognised(llm, guarded, expected):
@@ -271,7 +277,7 @@ def test_generation_goes_on_while_loads_alternate(llm, guarded, expected):
         assert tokens_of(llm) == right
 
 
-# -- the other policies ---------------------------------------------------------------------------------------
+# -- the other policies ----------------------------------------------------------------------------
 
 
 def test_declared_weights_wait_for_the_declaration(llm, guard, expected):
@@ -309,18 +315,16 @@ def test_unchecked_weights_are_served_and_audited_as_such(llm, guard, expected):
     assert tokens_of(llm) == expected.old
 
 
-# -- loads that fail or do not end ---------------------------------------------------------------------------
+# -- loads that fail or do not end -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["lifecycle", "rpc"])
 def test_a_load_that_fails_taints_until_one_succeeds(llm, guarded, expected, through):
     """A load that raises half-way is the caller's to see; nothing is served until a whole one is done."""
     broken = breaks_half_way(new_checkpoint())
+    load = guarded.reload_weights if through == "lifecycle" else partial(reload_by_rpc, llm)
     with pytest.raises(ConnectionError):
-        if through == "lifecycle":
-            guarded.reload_weights(weights_iterator=broken)
-        else:
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": broken})
+        load(weights_iterator=broken)
     assert guarded.snapshot().weights == "tainted"
     assert_refused(llm, guarded)
     assert guarded.reload_weights()
@@ -334,7 +338,8 @@ def test_a_load_that_fails_before_the_kv_cache_wakes_taints(llm, guarded, expect
     with pytest.raises(ConnectionError):
         guarded.reload_weights(weights_iterator=breaks_half_way(checkpoint()))
     assert not guarded.wake_up()
-    assert_refused(llm, guarded)
+    with pytest.raises(WeightsNotValid, match="tainted"):
+        tokens_of(llm)
     assert guarded.reload_weights()
     assert tokens_of(llm) == expected.old
 
@@ -401,7 +406,7 @@ def test_an_update_after_level_2_is_checked_like_any_load(llm, guarded, expected
     assert tokens_of(llm) == expected.new
 
 
-# -- caches of the old weights ---------------------------------------------------------------------------------
+# -- caches of the old weights ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["lifecycle", "rpc"])
@@ -435,7 +440,7 @@ def test_a_cache_that_would_not_go_is_not_served(llm, guarded, expected, monkeyp
     assert tokens_of(llm, [PREFIX]) == expected.old_after_prefix
 
 
-# -- requests in flight -----------------------------------------------------------------------------------------
+# -- requests in flight ----------------------------------------------------------------------------
 
 
 def start_three(lifecycle):
@@ -454,7 +459,7 @@ def finish_three(lifecycle):
 
 @pytest.mark.parametrize("kept", [False, True], ids=["in flight", "kept"])
 def test_no_load_under_requests(llm, guarded, expected, kept):
-    """Over requests in flight, kept ones included, every kind of load is refused; they end with old tokens."""
+    """Over requests in flight, or kept, every kind of load is refused; they end with the old tokens."""
     start_three(guarded)
     if kept:
         guarded.sleep(1, "keep")
@@ -472,7 +477,7 @@ def test_no_load_under_requests(llm, guarded, expected, kept):
     assert finish_three(guarded) == expected.old
 
 
-# -- waking and sleeping again ------------------------------------------------------------------------------------
+# -- waking and sleeping again ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep"])
@@ -547,7 +552,7 @@ def test_going_back_to_sleep_does_not_make_half_a_load_whole(llm, guarded, expec
 
 
 def test_from_kv_cache_awake_it_does_not_sleep_again(llm, guarded, expected):
-    """vLLM would free nothing there and say nothing: refused, with a way out in the message."""
+    """There vLLM would free nothing and say nothing: refused, with a way out in the message."""
     guarded.sleep(1)
     guarded.wake_up(["kv_cache"])
     with pytest.raises(IllegalCall, match=r"wake_up\(\['weights'\]\)"):
@@ -576,7 +581,7 @@ def test_a_worker_that_fails_is_not_served(llm, house, which):
     llm.llm_engine.wake_up()
 
 
-# -- an engine of its own ---------------------------------------------------------------------------------------
+# -- an engine of its own --------------------------------------------------------------------------
 
 
 def test_a_dummy_load_is_not_served_until_it_is_loaded(house, expected):
