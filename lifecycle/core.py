@@ -266,13 +266,7 @@ class Core:
         if self.state is State.CLOSED:
             self.refuse(Closed, call, "it was closed or detached")
         if need is Need.SERVING and self.state is State.PARTIALLY_AWAKE and self.resident >= MEMORY_TAGS:
-            missing = self.weights.missing
-            self.refuse(
-                WeightsNotValid,
-                call,
-                "load the weights, then wake_up() or mark_weights_loaded()"
-                + (f"; never loaded: {some(missing)}" if missing else ""),
-            )
+            self.refuse(WeightsNotValid, call, self.weights.way_out())
         self.refuse(IllegalCall, call, f"it needs {table.NEED_CHECKS[need].words}")
 
     def refuse(self, kind: type[IllegalCall], call: str, why: str) -> NoReturn:

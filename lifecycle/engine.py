@@ -318,7 +318,7 @@ class WakeReport(Report):
     def __str__(self) -> str:
         if self.noop:
             return f"wake_up: nothing to do, {self.state}"
-        text = f"wake_up({', '.join(self.tags) or 'scheduling'}): {self.state}"
+        text = f"wake_up({', '.join(self.tags)}): {self.state}"
         text += f" in {self.seconds:.3f} s; {len(self.readmitted)} readmitted"
         if self.missing:
             text += f"; {len(self.missing)} parameters not loaded"

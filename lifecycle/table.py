@@ -385,17 +385,17 @@ def meets(need: Need, state: State, facts: Facts) -> bool:
 
 # What an error message offers instead: the calls that lead somewhere.
 STEERING: Final = (
-    "add_request",
-    "step",
-    "wake_up",
-    "resume",
+    "recover",
     "reload_weights",
     "mark_weights_loaded",
+    "wake_up",
+    "resume",
+    "step",
+    "add_request",
+    "abort_request",
     "sleep",
     "pause",
     "release_kv_cache_memory",
-    "abort_request",
-    "recover",
     "close",
 )
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from lifecycle.audit import EventLog
 from lifecycle.engine import Engine
-from lifecycle.errors import InvalidArgument, UnsupportedEngine, names
+from lifecycle.errors import InvalidArgument, UnsupportedEngine, names, some
 from lifecycle.table import Weights
 
 POLICIES: Final = ("checked", "declared", "unchecked")
@@ -87,6 +87,12 @@ class WeightsKeeper:
             self.condition, self._before_update = self._before_update, None
         if self.condition is Weights.VALID or (whole and not self.look(engine)):
             self.valid(call, version)
+
+    def way_out(self) -> str:
+        """What the caller must do before they can be served."""
+        if not self._filled:
+            return "reload_weights(), or load them yourself and then mark_weights_loaded()"
+        return f"load the weights; never loaded: {some(self.missing)}"
 
     def taint(self, *, opens_update: bool = False) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""

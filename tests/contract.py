@@ -114,7 +114,7 @@ def ids_of_the_engine_are_its_own(bench):
 
 
 def unstarted_means_never_scheduled(bench):
-    """With more requests than slots, those without a slot never started; a parent with one sample ahead has."""
+    """Those without a slot never started; a parent with one sample ahead has."""
     ids = [bench.add(f"r{index}", PROMPTS[index]) for index in range(3)]
     wide = bench.add("wide", n=3)
     assert bench.engine.unstarted([*ids, wide]) == [*ids, wide]
@@ -158,7 +158,8 @@ def tokens_are_counted_while_in_flight(bench):
 
 def an_aborted_request_is_gone(bench):
     """After `abort` no output follows, unknown ids are ignored, and the engine becomes quiet."""
-    gone, stays = bench.add("gone", n=2), bench.add("stays")
+    gone = bench.add("gone", n=2)
+    bench.add("stays")
     bench.steps(2)
     bench.engine.abort([gone, "unknown"])
     outputs = bench.steps()
@@ -169,7 +170,7 @@ def an_aborted_request_is_gone(bench):
 
 
 def last_outputs_have_the_tokens_so_far(bench):
-    """Asked before the abort: cumulative and final-only give all tokens, delta none twice; reason as given."""
+    """Asked before the abort: cumulative and final-only give all tokens, delta none twice."""
     reference = {}
     for kind in (CUMULATIVE, DELTA, FINAL_ONLY):
         bench.add(f"full{kind}", PROMPTS[kind], 9, kind=CUMULATIVE)

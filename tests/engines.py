@@ -81,7 +81,7 @@ def worker(llm: Any) -> Any:
 
 
 def core(llm: Any) -> Any:
-    """vLLM's engine core of an in-process engine."""
+    """The engine core of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core
 
 

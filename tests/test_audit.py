@@ -33,12 +33,11 @@ def test_equal_refusals_are_one_event_with_a_count():
 def test_refusals_in_another_state_are_another_event():
     """Coalescing ends with the state: the log shows in which state how often."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
-    for level in (1, 2):
-        lifecycle.sleep(level)
+    for _ in range(2):
+        lifecycle.sleep(1)
         with pytest.raises(IllegalCall):
             lifecycle.step()
         lifecycle.wake_up()
-        lifecycle.reload_weights()
     assert [event["count"] for event in lifecycle.events() if event["event"] == "refused"] == [1, 1]
 
 

@@ -62,7 +62,7 @@ def test_simulated_engine(rule, only):
     "rule", [rule for rule, only, _ in BATTERY if only is None], ids=lambda rule: rule.__name__
 )
 def test_vllm(rule, llm):
-    """vLLM behind its adapter keeps the contract."""
+    """Behind its adapter vLLM keeps the contract."""
     bench = benches_for("vllm", llm)
     rule(bench)
     assert not bench.engine.has_work()
@@ -75,7 +75,7 @@ def test_exceptions_to_the_battery_have_reasons():
     assert len({rule for rule, *_ in BATTERY}) == len(BATTERY)
 
 
-# -- one script, two engines -----------------------------------------------------------------------------------
+# -- one script, two engines ---------------------------------------------------------------------------
 
 
 def script(params):

@@ -39,7 +39,7 @@ def sources():
 
 @pytest.mark.parametrize("name", ORDER)
 def test_each_module_imports_only_earlier_ones(name):
-    """table -> errors -> engine -> requests -> audit -> weights -> sleep -> core -> blocking -> cli."""
+    """The modules of `lifecycle` stand in an order, and none imports a later one."""
     later = {f"lifecycle.{module}" for module in ORDER[ORDER.index(name) :]}
     assert not later & set(imports(ROOT / "lifecycle" / f"{name}.py"))
 

@@ -61,7 +61,7 @@ class Run:
 
     def tokens(self, name):
         """A request's tokens, joined if they came as deltas."""
-        prompt, params = self.asked[name]
+        _, params = self.asked[name]
         if params.output_kind is OutputKind.DELTA:
             return [token for output in self.outputs[name] for token in output.outputs[0].token_ids]
         return self.last(name)[0].outputs[0].token_ids
@@ -235,7 +235,7 @@ def test_equal_params_are_kept_once():
     assert len(snapshots) == 1
 
 
-# -- the mailbox ---------------------------------------------------------------------------------------------
+# -- the mailbox ---------------------------------------------------------------------------------------
 
 
 def test_drained_outputs_are_delivered_once_then_step_refuses(run):
@@ -272,7 +272,7 @@ def test_mailbox_outputs_come_before_new_ones():
     everything_right(run)
 
 
-# -- deadlines --------------------------------------------------------------------------------------------------
+# -- deadlines -----------------------------------------------------------------------------------------
 
 
 def test_timeout_zero_sleeps_only_if_quiet(run):
@@ -381,7 +381,7 @@ def test_tokens_of_the_drain_are_counted():
         assert run.lifecycle.sleep(1).tokens == 15, kind
 
 
-# -- wake -----------------------------------------------------------------------------------------------------------
+# -- wake ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
@@ -485,7 +485,7 @@ def test_kv_cache_alone_can_be_released(run):
     everything_right(run)
 
 
-# -- pause ------------------------------------------------------------------------------------------------------------
+# -- pause ---------------------------------------------------------------------------------------------
 
 
 def test_a_pause_survives_sleep_and_wake(run):
@@ -526,7 +526,7 @@ def test_a_plain_level_0_sleep_is_undone_by_any_wake(run):
     everything_right(run)
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights -------------------------------------------------------------------------------------------
 
 
 def test_level_2_serves_only_after_a_load(run):
@@ -676,7 +676,7 @@ def test_a_dummy_load_is_not_served():
     run.sound()
 
 
-# -- admission ------------------------------------------------------------------------------------------------------------
+# -- admission -----------------------------------------------------------------------------------------
 
 
 def test_max_held_bounds_what_is_held():
@@ -754,30 +754,30 @@ def test_counts_are_vllms():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda l: l.sleep(-1),
-        lambda l: l.sleep(3),
-        lambda l: l.sleep("1"),
-        lambda l: l.sleep(True),
-        lambda l: l.sleep(1.0),
-        lambda l: l.sleep(1, "hard"),
-        lambda l: l.sleep(1, None),
-        lambda l: l.sleep(1, timeout=-1),
-        lambda l: l.sleep(1, timeout=float("nan")),
-        lambda l: l.sleep(1, timeout=float("inf")),
-        lambda l: l.sleep(1, timeout="1"),
-        lambda l: l.sleep(1, timeout=True),
-        lambda l: l.sleep(1, max_steps=-1),
-        lambda l: l.sleep(1, max_steps=1.5),
-        lambda l: l.sleep(1, on_timeout="wait"),
-        lambda l: l.pause("hard"),
-        lambda l: l.wake_up([]),
-        lambda l: l.wake_up(["bogus"]),
-        lambda l: l.wake_up(["weights", "weights"]),
-        lambda l: l.wake_up("weights"),
-        lambda l: l.wake_up({"weights": 1}),
-        lambda l: l.add_request("new", "", SamplingParams()),
-        lambda l: l.add_request("new", "x" * 1000, SamplingParams()),
-        lambda l: l.add_request("r0", "prompt", SamplingParams()),
+        lambda life: life.sleep(-1),
+        lambda life: life.sleep(3),
+        lambda life: life.sleep("1"),
+        lambda life: life.sleep(True),
+        lambda life: life.sleep(1.0),
+        lambda life: life.sleep(1, "hard"),
+        lambda life: life.sleep(1, None),
+        lambda life: life.sleep(1, timeout=-1),
+        lambda life: life.sleep(1, timeout=float("nan")),
+        lambda life: life.sleep(1, timeout=float("inf")),
+        lambda life: life.sleep(1, timeout="1"),
+        lambda life: life.sleep(1, timeout=True),
+        lambda life: life.sleep(1, max_steps=-1),
+        lambda life: life.sleep(1, max_steps=1.5),
+        lambda life: life.sleep(1, on_timeout="wait"),
+        lambda life: life.pause("hard"),
+        lambda life: life.wake_up([]),
+        lambda life: life.wake_up(["bogus"]),
+        lambda life: life.wake_up(["weights", "weights"]),
+        lambda life: life.wake_up("weights"),
+        lambda life: life.wake_up({"weights": 1}),
+        lambda life: life.add_request("new", "", SamplingParams()),
+        lambda life: life.add_request("new", "x" * 1000, SamplingParams()),
+        lambda life: life.add_request("r0", "prompt", SamplingParams()),
     ],
 )
 @pytest.mark.parametrize("asleep", [False, True])
@@ -799,7 +799,7 @@ def test_bad_input_changes_nothing(call, asleep):
     run.sound()
 
 
-# -- failure ---------------------------------------------------------------------------------------------------------------
+# -- failure -------------------------------------------------------------------------------------------
 
 
 def test_a_failing_step_reaches_the_caller_and_ends_what_was_in_flight(run):
@@ -839,9 +839,10 @@ def test_a_step_that_fails_in_mid_drain_means_no_sleep(run):
 def test_memory_calls_that_raise_fail(run, call, when):
     """A sleep or a wake that raises half-way can't be trusted, and says so."""
     run.engine.faults.add(call, when=when, raises=RuntimeError("half"))
-    with pytest.raises(EngineFailed, match="half"):
+    if call == "wake_up":
         run.lifecycle.sleep(1, "keep")
-        run.lifecycle.wake_up()
+    with pytest.raises(EngineFailed, match="half"):
+        run.lifecycle.sleep(1, "keep") if call == "sleep" else run.lifecycle.wake_up()
     assert run.lifecycle.state is State.FAILED
     run.finish()
     assert all(len(run.last(name)) == 1 for name in run.asked)
@@ -971,7 +972,7 @@ def test_unknown_calls_need_a_serving_engine(run):
     everything_right(run)
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------------
+# -- the end -------------------------------------------------------------------------------------------
 
 
 def test_close_ends_what_is_in_flight_and_can_be_said_twice():
@@ -1003,7 +1004,7 @@ def test_detach_is_refused_while_something_is_held_or_undelivered(run):
     assert not run.engine.closed
 
 
-# -- attach: what the engine is found in --------------------------------------------------------------------------------------------
+# -- attach: what the engine is found in ---------------------------------------------------------------
 
 
 def found(prepare):
@@ -1053,7 +1054,7 @@ def test_found_paused():
     assert run.lifecycle.wake_up()
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------------------
 
 
 def test_admission_and_abort_are_served_between_the_steps_of_a_drain():
@@ -1082,7 +1083,7 @@ def test_admission_and_abort_are_served_between_the_steps_of_a_drain():
     run.lifecycle.abort_request(["gone"])
     assert time.monotonic() - begun < 1.0  # the lock is fair: each waits for about one step
     assert run.lifecycle.state is State.DRAINING
-    with pytest.raises(IllegalCall, match="sleep.level=1, mode=wait. is under way"):
+    with pytest.raises(IllegalCall, match=r"sleep.level=1, mode=wait. is under way"):
         run.lifecycle.wake_up()
     drain.join(10)
     assert reports[0].drained == ("long",)
@@ -1122,7 +1123,7 @@ def test_a_call_from_inside_an_engine_call_is_refused():
         run.lifecycle.apply_model(None)
 
 
-# -- an engine that fails while it is only being read ----------------------------------------------------
+# -- an engine that fails while it is only being read --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1162,7 +1163,7 @@ def test_a_read_that_raises_in_a_wake_is_a_failure(run, read):
     assert run.lifecycle.state is State.FAILED
 
 
-# -- weights, once more: what does not cure ----------------------------------------------------------------------
+# -- weights, once more: what does not cure ------------------------------------------------------------
 
 
 def test_the_end_of_an_update_that_failed_cures_nothing(run):
@@ -1225,3 +1226,159 @@ def test_bad_options_are_refused_at_once(options):
 def test_a_class_is_a_factory():
     """An engine class can be given as the callable that builds engines."""
     assert Lifecycle(SimulatedEngine, sinks=()).state is State.AWAKE
+
+
+def test_a_sleep_that_returns_without_sleeping_is_seen():
+    """SLEEPING is entered only when the engine proves it: a sleep that did nothing is a failure."""
+    for level in (0, 1):
+        run = Run()
+        run.engine.faults.add("sleep", returns=None)
+        with pytest.raises(EngineFailed, match="returned, but the engine is"):
+            run.lifecycle.sleep(level)
+        assert run.lifecycle.state is State.FAILED
+
+
+def test_the_core_refuses_to_be_entered_twice():
+    """Even without the lock, a call from inside an engine call is refused by the funnel."""
+    run = Run()
+    core = run.lifecycle._core
+    run.engine.call = lambda *_: core.reload_weights()
+    with pytest.raises(IllegalCall, match="apply_model is under way inside the engine"):
+        core.call("apply_model", None)
+
+
+def test_the_way_out_fits_the_policy():
+    """Where nothing can be seen, the error does not send the caller to look for what is missing."""
+    run = Run(weights="declared")
+    run.lifecycle.sleep(2)
+    run.lifecycle.wake_up()
+    with pytest.raises(WeightsNotValid, match=r"mark_weights_loaded\(\)"):
+        run.lifecycle.step()
+    run.lifecycle.mark_weights_loaded()
+
+
+# -- scopes: blocking calls ----------------------------------------------------------------------------
+
+
+def generate(run, names, call="generate", **scope):
+    """What `LLM.generate` does, on a lifecycle."""
+    done = {}
+    with run.lifecycle.scope(call, **scope):
+        for name in names:
+            run.add(name)
+        while run.lifecycle.has_unfinished_requests():
+            for output in run.lifecycle.step():
+                if output.finished:
+                    done[output.request_id] = output.outputs[0].token_ids
+    return done
+
+
+def right(run, done):
+    for name, tokens in done.items():
+        assert tokens == expected_tokens(*run.asked[name]), name
+
+
+def test_a_scope_sees_only_its_own(run):
+    """Inside a blocking call counts and outputs are of its own requests; the others' wait in the mailbox."""
+    done = generate(run, ["a", "b"])
+    assert sorted(done) == ["a", "b"]
+    right(run, done)
+    assert run.lifecycle.get_num_unfinished_requests() == 4
+    everything_right_but(run, {"a", "b"})
+
+
+def everything_right_but(run, names):
+    run.finish()
+    for name in set(run.asked) - names:
+        run.right(name)
+
+
+def test_two_blocking_calls_at_once(run):
+    """Two threads generate on one engine: each gets exactly its own, right."""
+    results = {}
+
+    def work(mark):
+        results[mark] = generate(run, [f"{mark}{index}" for index in range(5)])
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in "xyz"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for mark in "xyz":
+        assert sorted(results[mark]) == [f"{mark}{index}" for index in range(5)]
+        right(run, results[mark])
+    everything_right_but(run, {name for done in results.values() for name in done})
+
+
+def test_a_blocking_call_waits_for_the_wake():
+    """A call that began while serving goes on after another thread's sleep and wake."""
+    run = Run()
+    results = {}
+    slow = run.engine.step
+    run.lifecycle._core._step = lambda: (time.sleep(0.002), slow())[1]
+    thread = threading.Thread(target=lambda: results.update(generate(run, ["a", "b", "c", "d"])))
+    thread.start()
+    while run.lifecycle.snapshot().in_flight < 4:
+        time.sleep(0.001)
+    assert run.lifecycle.sleep(1).held
+    time.sleep(0.05)
+    assert thread.is_alive()
+    run.lifecycle.wake_up()
+    thread.join(20)
+    assert sorted(results) == ["a", "b", "c", "d"]
+    right(run, results)
+    run.sound()
+
+
+def test_a_blocking_call_while_asleep_raises_at_once(run):
+    """Nothing could serve it: it is refused instead of hanging, and admits nothing."""
+    run.lifecycle.sleep(1)
+    with pytest.raises(IllegalCall, match="cannot generate while sleeping"):
+        generate(run, ["late"])
+    run.lifecycle.wake_up()
+    everything_right(run)
+
+
+def test_a_scope_left_by_an_exception_aborts_what_it_owns(run):
+    """An interrupted call leaves nothing of its own in the engine, and others untouched."""
+    with pytest.raises(KeyError), run.lifecycle.scope("generate"):
+        run.add("gone")
+        run.lifecycle.step()
+        raise KeyError
+    del run.asked["gone"]
+    everything_right(run)
+
+
+def test_enqueue_and_wait(run):
+    """What was enqueued belongs to the next wait_for_completion; interrupted, it gives back what it took."""
+    with run.lifecycle.scope("enqueue", enqueues=True):
+        for name in ("e0", "e1"):
+            run.add(name, tokens=3 if name == "e0" else 30)
+    taken = []
+    with (
+        pytest.raises(KeyboardInterrupt),
+        run.lifecycle.scope("wait_for_completion", claims_enqueued=True),
+    ):
+        while True:
+            taken += [output for output in run.lifecycle.step() if output.finished]
+            if taken:
+                raise KeyboardInterrupt
+    assert [output.request_id for output in taken] == ["e0"]
+    assert run.lifecycle.check() == []
+    done = generate(run, [], "wait_for_completion", claims_enqueued=True)
+    assert sorted(done) == ["e0"]  # e1 was unfinished, and aborted with the call that owned it
+    right(run, done)
+    everything_right_but(run, {"e0", "e1"})
+
+
+def test_enqueued_requests_can_be_taken_while_asleep(run):
+    """wait_for_completion hands out what a drain finished, without an engine that serves."""
+    with run.lifecycle.scope("enqueue", enqueues=True):
+        run.add("e", tokens=3)
+    run.lifecycle.sleep(1, "wait_all")
+    done = generate(run, [], "wait_for_completion", claims_enqueued=True)
+    right(run, done)
+    assert sorted(done) == ["e"]
+    run.lifecycle.wake_up()
+    everything_right_but(run, {"e"})

@@ -671,19 +671,27 @@ def test_fact_22_repr_pickling_and_the_end(house):
     assert freed == [True, True]
 
 
-def test_fact_23_holes_in_a_load(right, house, guard):
+def reload_by_rpc(llm, weights):
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+
+
+def load_into_the_model(llm, weights):
+    """As TRL does: past every call that could be watched."""
+    worker(llm).model_runner.model.load_weights(weights.items())
+
+
+@pytest.mark.parametrize("load", [reload_by_rpc, load_into_the_model])
+def test_fact_23_holes_in_a_load(right, house, guard, load):
     """Plain: a load without a `k_proj` is accepted in silence. Guarded: it is named and not served."""
     holes = {name: data for name, data in checkpoint().items() if "layers.1.self_attn.k_proj" not in name}
     assert len(holes) == len(checkpoint()) - 1
-    plain = house.llm()
-    plain.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(holes.items())})
-    assert generate(plain, 1) == right[:1]
+    load(house.llm(), holes)  # no error
+    load(house.llm(), checkpoint())
 
     llm, guarded = guard()
     guarded.sleep(2)
-    guarded.wake_up(["weights"])
-    report = guarded.reload_weights(weights_iterator=iter(holes.items()))
-    assert not report
+    assert not guarded.wake_up(["weights"])
+    load(llm, holes)
     assert not guarded.wake_up()
     assert guarded.state is State.PARTIALLY_AWAKE
     with pytest.raises(WeightsNotValid, match=r"layers\.1\.self_attn\.qkv_proj") as refused:
@@ -691,7 +699,8 @@ def test_fact_23_holes_in_a_load(right, house, guard):
     assert refused.value.missing == ("model.layers.1.self_attn.qkv_proj.weight",)
     with pytest.raises(WeightsNotValid):
         guarded.mark_weights_loaded()
-    assert guarded.reload_weights(weights_iterator=iter(checkpoint().items()))
+    load(llm, checkpoint())
+    assert guarded.wake_up()
     assert generate(llm, 3) == right[:3]
 
 
@@ -702,22 +711,19 @@ def test_fact_24_cache_of_the_old_weights(house, guard):
     greedy.temperature = 0.0
     new = {name: data.roll(1, 0) for name, data in checkpoint().items()}
 
-    def load(holder, weights):
-        holder.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-
     def tokens(holder):
         return list(holder.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids)
 
     plain = house.llm()
     old_tokens = tokens(plain)
     plain.sleep(0)
-    load(plain, new)
+    reload_by_rpc(plain, new)
     plain.wake_up()
     mixed = tokens(plain)
     plain.reset_prefix_cache()
     new_tokens = tokens(plain)
     assert mixed not in (old_tokens, new_tokens)
-    load(plain, checkpoint())
+    reload_by_rpc(plain, checkpoint())
     plain.reset_prefix_cache()
 
     llm, guarded = guard()
@@ -725,10 +731,10 @@ def test_fact_24_cache_of_the_old_weights(house, guard):
         assert tokens(llm) == old_tokens
         if asleep:
             guarded.sleep(0)
-        load(llm, new)
+        reload_by_rpc(llm, new)
         guarded.wake_up()
         assert tokens(llm) == new_tokens
-        load(llm, checkpoint())
+        reload_by_rpc(llm, checkpoint())
     assert tokens(llm) == old_tokens
 
 

@@ -104,7 +104,9 @@ def compare(reference, results):
 def checkpoint(folder):
     from safetensors.torch import load_file
 
-    return {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
+    return {
+        key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()
+    }
 
 
 def model_of(lifecycle):

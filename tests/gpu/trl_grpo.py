@@ -22,8 +22,14 @@ FIELDS = ("loss", "reward", "grad_norm", "completions/mean_length")
 def train(attached: bool, steps: int, out: Path) -> None:
     """One run of the trainer, in this process."""
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", WANDB_MODE="disabled",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HF_HUB_OFFLINE="1",
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29555",
+        WANDB_MODE="disabled",
     )
     from datasets import Dataset
     from transformers import set_seed
@@ -91,14 +97,20 @@ def main() -> int:
     events = results["attached"]["events"]
     refused = [event for event in events if event["event"] in ("refused", "failed")]
     slept = [event for event in events if event.get("dest") == "sleeping" and event["event"] == "transition"]
-    served = [event for event in events if event.get("trigger") == "wake" and event["dest"] in ("awake", "running")]
+    served = [
+        event for event in events if event.get("trigger") == "wake" and event["dest"] in ("awake", "running")
+    ]
     print(f"{len(plain)} steps without, {len(attached)} with the lifecycle")
     for row, (a, b) in enumerate(zip(plain, attached, strict=True), 1):
         print(row, "equal" if a == b else f"DIFFERS {a} {b}", b)
-    print(f"sleeps in the log: {len(slept)}, full wakes: {len(served)}, refusals and failures: {len(refused)}")
+    print(
+        f"sleeps in the log: {len(slept)}, full wakes: {len(served)}, refusals and failures: {len(refused)}"
+    )
     for event in refused:
         print("   ", event)
-    good = plain == attached and len(attached) == options.steps and not refused and len(slept) == len(served) > 0
+    good = (
+        plain == attached and len(attached) == options.steps and not refused and len(slept) == len(served) > 0
+    )
     if options.out:
         options.out.write_text(json.dumps({"equal": good, **results}, indent=1))
     return 0 if good else 1
