@@ -5,11 +5,12 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-deps
 
-.PHONY: help demo lint docs test bench clean
+.PHONY: help demo lint docs test test-deep bench clean
 
 help:
-	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); MODEL=<folder or name>, FAULT=<kind>"
+	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); MODEL=<folder>, FAULT=<kind>"
 	@echo "make test    everything that must hold: lint, docs, tests, and the wheel in an empty environment"
+	@echo "make test-deep  the slow rest of the tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documentation site, into site/"
 	@echo "make bench   the benchmarks"
@@ -50,6 +51,10 @@ docs: .venv/dev
 test: lint docs
 	$(BIN)/python -m pytest
 	PYTHON=$(BIN)/python tests/check_wheel.sh
+
+# The sleep at every step of the run for every level and mode, not only for some.
+test-deep: .venv/dev
+	EVERY_STEP=1 $(BIN)/python -m pytest tests/test_vllm_drain.py
 
 bench: .venv/dev
 	$(BIN)/python -m tests.benchmarks

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.utils.deterministic
 import vllm
 import vllm.exceptions
 from vllm import PoolingParams, SamplingParams
@@ -136,6 +137,26 @@ def _looks_dummy(worker: Any) -> bool:
 def _fill_with_nan(worker: Any) -> None:
     for _, data in _parameters(worker):
         data.fill_(float("nan"))
+
+
+def _reload_over_nan(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """`reload_weights`, with every tensor that it allocates filled with NaN first.
+
+    vLLM reloads a layer into new tensors and copies them over the old: without this a part
+    that was never loaded would be whatever lay in memory, and would not show.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return worker.reload_weights(*args, **kwargs)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def _find_nan(worker: Any) -> list[str]:
@@ -465,6 +486,8 @@ class VllmInprocess:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Any other method of `LLMEngine`."""
+        if name == "collective_rpc" and args[:1] == ("reload_weights",) and self.capabilities.check_weights:
+            args = (_reload_over_nan, *args[1:])
         return getattr(self._engine, name)(*args, **kwargs)
 
     def shutdown(self) -> None:

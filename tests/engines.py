@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 256,
     "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,  # clearing a whole KV cache at each sleep is slow
     "disable_log_stats": True,
     "worker_cls": "tests.nan_worker.NanWorker",
 }

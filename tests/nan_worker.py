@@ -2,7 +2,8 @@
 
 vLLM's own CPU worker does nothing to memory at sleep. This one does what a GPU does to
 contents: at level 1 the weights are kept aside, at level 2 they are gone, and the KV
-cache is gone at both. Gone means NaN, so that any use of it shows.
+cache is gone at both. Gone means NaN while asleep, so that any use of it shows, and
+after the wake some number or other, as in freshly mapped memory.
 """
 
 from typing import Any
@@ -36,9 +37,9 @@ class NanWorker(CPUWorker):
         failure, self.fail_next_wake = self.fail_next_wake, None
         if failure is not None:
             raise failure
-        if (tags is None or "weights" in tags) and self._kept is not None:
+        if tags is None or "weights" in tags:
             for name, data in self._parameters().items():
-                data.copy_(self._kept[name])
+                data.copy_(self._kept[name]) if self._kept is not None else data.fill_(0.01)
             self._kept = None
         if tags is None or "kv_cache" in tags:
             # Freshly mapped memory is not NaN either; kernels read past the written end and mask it.

@@ -5,6 +5,7 @@ would (`tests.nan_worker`), sampling is seeded, and the outputs differ from each
 that is lost, doubled, swapped or computed from lost memory shows.
 """
 
+import os
 from collections import defaultdict
 
 import pytest
@@ -19,7 +20,6 @@ KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
 MIXED = tuple(tuple(KINDS[(index + shift) % 3] for index in range(3)) for shift in range(3))
 ALONE = tuple((kind,) * 3 for kind in KINDS)
 LEVELS = (0, 1, 2)
-FEW_BLOCKS = {"num_gpu_blocks_override": 64}  # clearing a whole KV cache at each sleep is slow
 CRAMPED = {"max_num_seqs": 2, "num_gpu_blocks_override": 4}  # three blocks of 128 tokens can be used
 
 # On four slots: "two" starts with one of its samples, the other and the last three wait.
@@ -184,12 +184,12 @@ class Uninterrupted:
 
 @pytest.fixture
 def llm(house):
-    return house.llm(**FEW_BLOCKS)
+    return house.llm()
 
 
 @pytest.fixture(scope="module")
 def run(house):
-    return Uninterrupted(house.llm(**FEW_BLOCKS))
+    return Uninterrupted(house.llm())
 
 
 @pytest.fixture
@@ -366,11 +366,13 @@ def test_the_reference_can_tell_tokens_apart(run):
 def test_a_sleep_at_any_step_changes_nothing(llm, guarded, run, level, mode):
     """Drained, slept and woken before any step of a run, every request's outputs are those without.
 
-    Level 1 is put at every step, the others at every fifth, not the same ones. The three kinds of output
-    take turns among the requests, so that each kind is there every time, and each request in each kind.
+    Level 1 is put at every step, the others at every fifth, not the same ones; with EVERY_STEP=1 in the
+    environment (`make test-deep`) all at every step. The three kinds of output take turns among the
+    requests, so that each kind is there every time, and each request in each kind.
     """
     seen = defaultdict(int)
-    moments = range(run.steps + 1) if level == 1 else range(level, run.steps + 1, 5)
+    every = level == 1 or "EVERY_STEP" in os.environ
+    moments = range(run.steps + 1) if every else range(level, run.steps + 1, 5)
     for at in moments:
         kinds = MIXED[at % 3]
         got, report = interrupted(llm, guarded, run, kinds, at, level, mode)

@@ -14,7 +14,6 @@ from tests.engines import core, model_dir, worker
 
 pytestmark = pytest.mark.vllm
 
-FEW_BLOCKS = {"num_gpu_blocks_override": 64}  # clearing a whole KV cache at each sleep is slow
 PROMPTS = ("the cat sat", "on the mat", "and the dog did not")
 PREFIX = "a block of the prefix cache is 128 tokens long; " * 3  # a token is a byte
 
@@ -83,13 +82,13 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(house):
-    return Expected(house.llm(**FEW_BLOCKS))
+    return Expected(house.llm())
 
 
 @pytest.fixture
 def llm(house):
     """A plain engine with the checkpoint's weights; they are put back after the test."""
-    llm = house.llm(**FEW_BLOCKS)
+    llm = house.llm()
     yield llm
     load_unseen(llm, checkpoint())
     assert llm.llm_engine.reset_prefix_cache()
@@ -173,6 +172,27 @@ def test_a_single_forgotten_parameter_is_named(llm, guarded, expected, forgotten
     load_unseen(llm, {forgotten: tensors[forgotten]})
     assert tokens_of(llm) == expected.old
     assert guarded.state is State.AWAKE
+
+
+def test_the_check_trusts_nothing_that_the_sleep_left(llm, guarded, expected, monkeypatch):
+    """Freshly mapped weights may hold any plausible numbers: holes are found all the same."""
+    inner = worker(llm)
+    real = inner.wake_up
+
+    def wake_up(tags=None):
+        real(tags)
+        for _, parameter in inner.get_model().named_parameters():
+            parameter.data.fill_(0.5)
+
+    monkeypatch.setattr(inner, "wake_up", wake_up)
+    guarded.sleep(2)
+    guarded.wake_up(["weights"])
+    hole = "model.layers.1.self_attn.k_proj.weight"
+    load_unseen(llm, {name: data for name, data in checkpoint().items() if name != hole})
+    monkeypatch.undo()
+    assert guarded.wake_up(["kv_cache"]).missing == (FORGOTTEN[hole],)
+    guarded.reload_weights()
+    assert tokens_of(llm) == expected.old
 
 
 def test_several_forgotten_parameters_are_all_named(llm, guarded, expected):
@@ -588,7 +608,7 @@ def test_a_dummy_load_is_not_served_until_it_is_loaded(house, expected):
     """An engine built without weights serves nothing until a whole load, and then the right tokens."""
     from engine_adapter import attach
 
-    llm = house.llm(**FEW_BLOCKS, load_format="dummy")
+    llm = house.llm(load_format="dummy")
     guarded = attach(llm, sinks=())
     assert guarded.snapshot().weights == "discarded"
     tensors = checkpoint()
