@@ -649,6 +649,7 @@ def test_fact_21_new_engine_after_a_failure(recovered, right):
 
 def test_fact_22_repr_pickling_and_the_end(house):
     """Plain: `repr(llm)` asks the workers, no pickle, `del llm` frees the engine. Guarded: the same."""
+    house.condemn()  # an engine that no earlier test, if it failed, still refers to
     llm = house.llm()
     shown = repr(llm)
     house._llm = None  # its own name for it would keep it alive
