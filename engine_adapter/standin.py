@@ -211,10 +211,19 @@ def attach(
         setattr(raw, _MARK, weakref.ref(lifecycle))
     if type(engine) is _StandIn:
         return lifecycle
+    undo_on = _weakly(holder)
     shadowed = _shadow(holder, lifecycle, default_mode) if attr == "llm_engine" else ()
     setattr(holder, attr, _StandIn(lifecycle, raw, default_mode))
-    lifecycle.disown(functools.partial(_undo, weakref.ref(holder), weakref.ref(raw), attr, shadowed))
+    lifecycle.disown(functools.partial(_undo, undo_on, weakref.ref(raw), attr, shadowed))
     return lifecycle
+
+
+def _weakly(holder: Any) -> Callable[[], Any]:
+    """A reference that does not keep the holder alive, where its class allows one."""
+    try:
+        return weakref.ref(holder)
+    except TypeError:
+        return lambda: holder
 
 
 def _undo(holder_ref: Any, raw_ref: Any, attr: str, shadowed: tuple[str, ...]) -> None:

@@ -208,6 +208,8 @@ class Lifecycle:
         self._scopes = threading.local()
         self._any_scope = False
         _living.add(self)
+        # The core is in reference cycles with its machine; the engine must not wait for a collection.
+        weakref.finalize(self, self._core.let_go, shutdown=False).atexit = False
 
     def _forget_parent(self) -> None:
         """In a forked child: refuse everything, and wait for no lock of a thread that is gone."""

@@ -19,8 +19,10 @@ inside it. Three rules:
 No trigger fires on the path of a step, except when the engine becomes busy or idle.
 """
 
+import gc
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
@@ -895,7 +897,9 @@ class Core:
         try:
             # The old engine's shutdown takes torch.distributed down for the whole process,
             # so nothing of it may be left once the new one exists.
-            self._let_go(shutdown=True)
+            self.let_go(shutdown=True)
+            _forget_frames(self.cause)
+            gc.collect()
             engine = build()
         finally:
             self.operation = None
@@ -906,7 +910,8 @@ class Core:
         self.fire(Trigger.RECOVER, duration_s=time.monotonic() - started)
         return readmitted
 
-    def _let_go(self, *, shutdown: bool) -> None:
+    def let_go(self, *, shutdown: bool) -> None:
+        """Drop every reference to the engine, and shut it down if it is ours to."""
         engine, self._engine, self._step = self._engine, None, _no_step
         if shutdown and engine is not None:
             engine.shutdown()
@@ -925,7 +930,7 @@ class Core:
             self.ledger.drop(record)
         self.fire(Trigger.CLOSE)
         self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
-        self._let_go(shutdown=shutdown)
+        self.let_go(shutdown=shutdown)
 
 
 def _no_step() -> list[Any]:
@@ -939,6 +944,13 @@ def _is_duration(value: Any) -> bool:
 def _loads_whole(method: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether this call alone loads every parameter; an iterator may give only some."""
     return method in ("reload_weights", "finish_weight_update") and "weights_iterator" not in kwargs
+
+
+def _forget_frames(cause: BaseException | None) -> None:
+    """The frames that an exception went through hold what they worked on, the old engine among it."""
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _own_needs(given: Mapping[str, str]) -> dict[str, Need]:
