@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 FIELDS = ("loss", "reward", "grad_norm", "completions/mean_length")
@@ -74,7 +75,8 @@ def train(attached: bool, steps: int, out: Path) -> None:
     trainer.train()
     history = [{key: row.get(key) for key in FIELDS} for row in trainer.state.log_history if "loss" in row]
     events = lifecycle.events() if lifecycle else []
-    out.write_text(json.dumps({"history": history, "events": events}, default=str))
+    versions = {package: version(package) for package in ("trl", "transformers", "vllm", "torch")}
+    out.write_text(json.dumps({"versions": versions, "history": history, "events": events}, default=str))
 
 
 def main() -> int:
