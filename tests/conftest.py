@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
@@ -16,6 +17,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "vllm" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no vLLM here; `make test` installs one"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive():
+    """A shell starts background jobs with Ctrl-C ignored; the tests of it need it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
