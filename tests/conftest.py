@@ -57,6 +57,25 @@ def guarded(llm, house):
         undo(llm, lifecycle)
 
 
+@pytest.fixture
+def guard(request):
+    """Attaches when it is called, after what the test did to the plain engine."""
+
+    def now():
+        return request.getfixturevalue("llm"), request.getfixturevalue("guarded")
+
+    return now
+
+
+@pytest.fixture(autouse=True)
+def _a_failed_test_spoils_no_other(request):
+    """An engine that a failed test left attached is not used again."""
+    house = request.getfixturevalue("house") if "house" in request.fixturenames else None
+    yield
+    if house is not None and house.is_attached():
+        house.condemn()
+
+
 def undo(llm, lifecycle):
     """Leave the engine awake and empty for the next test, and take the lifecycle off."""
     lifecycle.abort_request([record.request_id for record in lifecycle._core.ledger.records()])

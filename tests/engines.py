@@ -63,6 +63,10 @@ class House:
             self._llm, self._arguments = LLM(**arguments), arguments
         return self._llm
 
+    def is_attached(self) -> bool:
+        """Whether a lifecycle was left on the engine."""
+        return self._llm is not None and hasattr(self._llm.llm_engine, "_engine_lifecycle")
+
     def condemn(self) -> None:
         """The engine was broken on purpose: the next test gets a new one."""
         self._arguments = None

@@ -39,24 +39,6 @@ def right(house):
     ]
 
 
-@pytest.fixture(autouse=True)
-def _a_failed_test_spoils_no_other(house):
-    yield
-    left = house._llm
-    if left is not None and hasattr(left.llm_engine, "_engine_lifecycle"):
-        house.condemn()
-
-
-@pytest.fixture
-def guard(request):
-    """Attaches when it is called, after what the test did to the plain engine."""
-
-    def now():
-        return request.getfixturevalue("llm"), request.getfixturevalue("guarded")
-
-    return now
-
-
 def tokens(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
