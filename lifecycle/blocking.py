@@ -248,11 +248,11 @@ class Lifecycle:
             return self._core.check()
 
     def _scope(self) -> Scope | None:
-        return getattr(self._scopes, "current", None) if self._any_scope else None
+        return getattr(self._scopes, "current", None)
 
     def has_unfinished_requests(self) -> bool:
         """Whether this caller has something held, in flight or not yet delivered."""
-        return self._core.ledger.busy(self._scope())
+        return self._core.ledger.busy(self._scope() if self._any_scope else None)
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished requests as vLLM counts them: each sample of `n` is one."""
@@ -313,10 +313,8 @@ class Lifecycle:
         Raises IllegalCall where the engine does not serve and nothing waits, and
         EngineFailed if the step failed. Inside a scope it waits for the wake instead.
         """
-        if self._any_scope:
-            scope = getattr(self._scopes, "current", None)
-            if scope is not None:
-                return self._step_in_scope(scope)
+        if self._any_scope and (scope := self._scope()) is not None:
+            return self._step_in_scope(scope)
         lock = self._lock
         lock.enter()  # `with` would cost more than the rest of the way
         try:
