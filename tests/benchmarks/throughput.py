@@ -6,12 +6,12 @@ ten or more, the share of the lifecycle is smaller. Twice, because each way show
 blocks
     A block adds four requests and steps until they are done, all of it timed. Raw blocks call the `LLMEngine`
     itself, guarded ones the lifecycle in front of it, and `LLM.generate` is called without and with `attach`.
-    Blocks of 60 tokens a request have the target; those of 12 are told besides, because admission and ends
-    weigh five times as much in them, and a pair of them lies closer together in time.
+    Told only: two blocks lie so far apart in time that on a shared machine even raw by raw, the first of the
+    lines, does not come within one percent. In blocks of 12 tokens a request admission and ends weigh most.
 step by step
     One batch of four requests, admitted through the lifecycle, is stepped by the raw engine and by the
     lifecycle in turn (which of the two goes first is drawn by lot), so that both step the same batch.
-    Narrower bounds, but without admission and ends.
+    This one has the target: its bounds are narrow enough to judge. Without admission and ends.
 
 The figure is the 95 % lower bound of the ratio: the target is met only if it is met beyond the noise.
 """
@@ -45,15 +45,18 @@ def run(*, quick: bool) -> Iterator[Line]:
             in_turn(llm, kind, 20 if quick else 120),
         )
         llm.settle()
-    for tokens, count, judged in ((TOKENS, 30 if quick else 150, True), (SHORT, 40 if quick else 200, False)):
+    for tokens, count in ((TOKENS, 30 if quick else 150), (SHORT, 40 if quick else 200)):
         size = f"blocks of {SEQUENCES} x {tokens} tokens"
+        again = [block_of(llm.engine, RequestOutputKind.FINAL_ONLY, tokens) for _ in range(2)]
+        yield line(f"  raw by raw, {size}", pairs_of(*again, count), judged=False)
+        llm.settle()
         for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE):
             name = kind.name.lower().replace("_", "-")
             raw, guarded = block_of(llm.engine, kind, tokens), block_of(llm.lifecycle, kind, tokens)
-            yield line(f"  {name}, {size}", pairs_of(raw, guarded, count), judged=judged)
+            yield line(f"  {name}, {size}", pairs_of(raw, guarded, count), judged=False)
             llm.settle()
         raw, guarded = generate_of(llm.raw, tokens), generate_of(llm.guarded, tokens)
-        yield line(f"  LLM.generate, {size}", pairs_of(raw, guarded, count), judged=judged)
+        yield line(f"  LLM.generate, {size}", pairs_of(raw, guarded, count), judged=False)
         llm.settle()
 
 
