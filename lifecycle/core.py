@@ -436,7 +436,7 @@ class Core:
         if self.ledger.is_live(call.request_id):
             why = f"request id {call.request_id!r} is live until its last output was taken"
             raise self.invalid("add_request", why)
-        if self.state not in table.SERVING:
+        if not table.admits(self.state):
             return self._hold(call, owner).handle
         record = self.ledger.admit(call, self._add(call), owner, self.weights.epoch)
         if self.state is State.AWAKE:
