@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+from tests import report
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 # The project's own CI must never pass because an engine was missing.
 MUST_HAVE_VLLM = os.environ.get("CI") == "true"
@@ -17,6 +19,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "vllm" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no vLLM here; `make test` installs one"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    for title, lines in report.SECTIONS.items():
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)
