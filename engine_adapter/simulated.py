@@ -105,6 +105,18 @@ class RequestOutput:
     finished: bool
 
 
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    completions = [
+        replace(
+            completion,
+            token_ids=list(completion.token_ids),
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        )
+        for completion in output.outputs
+    ]
+    return replace(output, outputs=completions, prompt_token_ids=list(output.prompt_token_ids))
+
+
 def _mix(*values: int) -> int:
     """Hash integers well and cheaply; never 0."""
     mixed = 0
@@ -273,6 +285,7 @@ def expected_tokens(
 
 EFFECTS: Final = {
     "frees_nothing": "sleep",
+    "tag_stays_awake": "sleep",
     "tag_stays_asleep": "wake_up",
     "ignored": "abort",
     "output_dropped": "step",
@@ -388,14 +401,17 @@ def _reaches_engine(method: _F) -> _F:
 
 
 def _reads(method: _F) -> _F:
-    """Notice a second thread in a call that only reads."""
+    """Notice a second thread and scripted faults in a call that only reads."""
     name = method.__name__
 
     @functools.wraps(method)
     def guarded(self: "SimulatedEngine", *args: Any, **kwargs: Any) -> Any:
         if self._inside.locked():
             self.record_misuse(f"{name} while another call is inside the engine")
-        return method(self, *args, **kwargs)
+        fault = self.faults.due([name]) if self.faults else None
+        if fault is None:
+            return method(self, *args, **kwargs)
+        return self._strike(fault, name, lambda: method(self, *args, **kwargs), args, reads=True)
 
     return cast("_F", guarded)
 
@@ -472,14 +488,23 @@ class SimulatedEngine:
         if self.record and not (name == "call" and args[0] in _READS | _COUNTS | {"get_weight_version"}):
             self.calls.append(f"{name}({','.join(map(_name, args))})" if args else name)
 
-    def _strike(self, fault: Fault, name: str, method: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    def _strike(
+        self,
+        fault: Fault,
+        name: str,
+        method: Callable[[], Any],
+        args: tuple[Any, ...],
+        *,
+        reads: bool = False,
+    ) -> Any:
         if fault.hang is not None and fault.when == "before":
             fault.hang.wait()
         self._effect = fault.effect or self._effect
         result = fault.returns
         replaced = fault.raises is not None or result is not _UNSET
         if fault.when == "after" or not replaced:
-            self.record_call(name, args)
+            if not reads:
+                self.record_call(name, args)
             value = method()
             result = value if result is _UNSET else result
         if fault.hang is not None and fault.when == "after":
@@ -513,6 +538,7 @@ class SimulatedEngine:
 
     # Requests
 
+    @_reads
     def prepare(self, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """Return the arguments as a `Call`; equal parameters share one snapshot."""
         if not isinstance(params, SamplingParams):
@@ -582,7 +608,7 @@ class SimulatedEngine:
                 output = RequestOutput(
                     parent.request_id, parent.prompt, parent.prompt_token_ids, batch, batch is batches[-1]
                 )
-                outputs.append(self.copy_output(output))
+                outputs.append(_snapshot(output))
         return outputs
 
     @_reads
@@ -618,18 +644,12 @@ class SimulatedEngine:
         """Batches launched whose outputs were not processed."""
         return bool(self.launched)
 
+    @_reads
     def copy_output(self, output: RequestOutput) -> RequestOutput:
         """Return a snapshot that shares no list with the engine."""
-        completions = [
-            replace(
-                completion,
-                token_ids=list(completion.token_ids),
-                logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            )
-            for completion in output.outputs
-        ]
-        return replace(output, outputs=completions, prompt_token_ids=list(output.prompt_token_ids))
+        return _snapshot(output)
 
+    @_reads
     def count_tokens(self, output: RequestOutput) -> int:
         """Token ids in this output."""
         return sum(len(completion.token_ids) for completion in output.outputs)
@@ -830,7 +850,7 @@ class SimulatedEngine:
     @_reaches_engine
     def sleep(self, level: int) -> None:
         """Pause, and at levels 1 and 2 drop the KV cache and put the weights aside or drop them."""
-        frees = not self._take("frees_nothing")
+        frees, stays_awake = not self._take("frees_nothing"), self._take("tag_stays_awake")
         if level not in LEVELS:
             self.record_misuse(f"sleep({level}): there is no such level; accepted")
         if self.launched:
@@ -857,7 +877,7 @@ class SimulatedEngine:
         self._destroy_weights()
         if not frees:
             self._not_freed = set(self.resident)
-        self.resident.clear()
+        self.resident &= {KV_CACHE} if stays_awake else set()
 
     @_reaches_engine
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -901,6 +921,7 @@ class SimulatedEngine:
     def forget_media(self) -> None:
         """There is no multimodal cache here; the call is recorded."""
 
+    @_reads
     def memory(self) -> Memory:
         """Return what is mapped on the device, and the weights kept aside on the host."""
         mapped = sum(self.tag_bytes[tag] for tag in self.resident | self._not_freed)
