@@ -877,7 +877,7 @@ class SimulatedEngine:
         self._destroy_weights()
         if not frees:
             self._not_freed = set(self.resident)
-        self.resident &= {KV_CACHE} if stays_awake else set()
+        self.resident = set(sorted(self.resident)[:1]) if stays_awake else set()
 
     @_reaches_engine
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -1013,10 +1013,12 @@ class SimulatedEngine:
         stale = sum(child.num_computed > 0 for child in self.requests.values())
         if stale:  # requests that a sleep froze are computed anew; others keep the old weights' KV
             self.record_misuse(f"{name} under {stale} requests that were computed with other weights")
-        torn = self.torn and self._updating
         source = weights_iterator if weights is None else weights
-        if source is None:
-            source = self.checkpoint.items() if name in {"reload_weights", "load_model"} else ()
+        if source is None and name in {"reload_weights", "load_model"}:
+            source = self.checkpoint.items()
+            self._updating = False  # all anew: an update under way is over
+        torn = self.torn and self._updating
+        source = source or ()
         for parameter, value in source:
             if parameter not in self.weights:
                 raise ValueError(f"there is no parameter named {parameter!r}")

@@ -477,7 +477,7 @@ class Core:
         self.require("add_request")
         around, self.operation = self.operation, Operation("add_request", time.monotonic())
         try:
-            call: Call = self._checking(lambda: self.engine.prepare(request_id, prompt, params, options))
+            call = self._checking(lambda: self._prepare(request_id, prompt, params, options))
             if self.ledger.is_live(call.request_id):
                 why = f"request id {call.request_id!r} is live until its last output was taken"
                 raise self.invalid("add_request", why)
@@ -491,6 +491,12 @@ class Core:
         if self.state is State.AWAKE:
             self.fire(Trigger.ADMIT)
         return record.handle
+
+    def _prepare(self, *arguments: Any) -> Call:
+        call: Any = self.engine.prepare(*arguments)
+        if not isinstance(call, Call):
+            raise TypeError(f"prepare() returned {call!r}")
+        return call
 
     def _refuse_unaborted(self, request_id: str) -> None:
         """Outputs carry the caller's id alone: those of two requests could not be told apart."""
@@ -532,26 +538,28 @@ class Core:
     def abort_request(self, ids: Iterable[str]) -> None:
         """End requests at their own caller's wish; no output is handed out. Unknown ids are ignored."""
         self.require("abort_request")
-        records = self.ledger.find(ids)
-        self._abort([record for record in records if record.request_id in self.ledger.in_flight])
-        for record in records:
-            self.ledger.drop(record)
+        doomed = {}
+        for record in self.ledger.find(ids):
+            if record.request_id in self.ledger.in_flight:
+                doomed[record.engine_id] = record.request_id
+            self.ledger.drop(record)  # whatever the engine says: its caller gave it up
+        self._abort(doomed)
         self._settle()
 
-    def _abort(self, records: Sequence[Record]) -> frozenset[str]:
-        """Abort what is in flight. Returns the ids of the requests that the engine would not let go.
+    def _abort(self, doomed: Mapping[str, str]) -> frozenset[str]:
+        """Abort requests by their engine ids. Returns the ids of those that the engine would not let go.
 
         Whatever such a request still puts out reaches nobody, and its id is not used again.
         """
-        if not records:
+        if not doomed:
             return frozenset()
-        engine_ids = [record.engine_id for record in records]
+        engine_ids = list(doomed)
         self.run("abort_request", lambda: self.engine.abort(engine_ids))
         with self.reading_engine("abort_request"):
             left = frozenset(output.request_id for output in self.engine.last_outputs(engine_ids, "abort"))
-        for record in records:
-            if record.request_id in left:
-                self.unaborted[record.request_id] = record.engine_id
+        for engine_id, request_id in doomed.items():
+            if request_id in left:
+                self.unaborted[request_id] = engine_id
                 self.events.emit_repeatable("noop", call="abort_request", error="the engine goes on with it")
         return left
 
@@ -571,13 +579,6 @@ class Core:
             if owner is None and not ledger.scoped:
                 return self._hand_out(outputs)
             return self.share(outputs, owner)
-        if ledger.in_flight:
-            try:
-                busy = self._has_work()
-            except BaseException as cause:  # noqa: BLE001  (fail_with raises)
-                self.fail_with("step", cause)
-            if not busy:
-                self.fail_with("step", self.lost())
         return outputs
 
     def lost(self) -> RuntimeError:
@@ -618,6 +619,7 @@ class Core:
         """
         ledger = self.ledger
         looked_at: list[tuple[Any, Any]] = []
+        self.step_started = time.monotonic()
         try:
             for output in outputs:
                 record = ledger.in_flight.get(output.request_id)
@@ -625,6 +627,8 @@ class Core:
                 looked_at.append((output, self._snapshot_of(output) if waits else None))
         except BaseException as error:  # noqa: BLE001  (it fails with it)
             self._fail_with_outputs(outputs, error)
+        finally:
+            self.step_started = None
         mine = []
         for output, snapshot in looked_at:
             record = ledger.in_flight.get(output.request_id)
@@ -656,21 +660,34 @@ class Core:
         self.fail_with("step", cause)
 
     def step_engine(self) -> list[Any]:
-        """One engine step, and nothing else."""
+        """One engine step: its outputs, each once. With none, it must have work left for what is in flight."""
         self.step_started = time.monotonic()
         try:
             outputs = self._step()
+            lost = not outputs and self.ledger.in_flight and not self._has_work()
         except BaseException as cause:  # noqa: BLE001  (fail_with raises)
             self.fail_with("step", cause)
         finally:
             self.step_started = None
+        if lost:
+            self.fail_with("step", self.lost())
         if type(outputs) is not list:
             self.fail_with("step", TypeError(f"step() returned {outputs!r}, not a list"))
+        if outputs and len(set(map(id, outputs))) < len(outputs):
+            return self._each_once(outputs)
         return outputs
+
+    def _each_once(self, outputs: list[Any]) -> list[Any]:
+        seen: dict[int, Any] = {}
+        for output in outputs:
+            if id(output) in seen:
+                self.note_stray(output)
+            seen[id(output)] = output
+        return list(seen.values())
 
     def note_stray(self, output: Any) -> None:
         """An output of a request that already ended, or never began, reaches nobody."""
-        self.events.emit_repeatable("unexpected_output", call=str(output.request_id))
+        self.events.emit_repeatable("unexpected_output", call=str(getattr(output, "request_id", None)))
 
     # -- sleep: what a `Sleep` is made of --------------------------------------------------------------
 
@@ -719,21 +736,21 @@ class Core:
         unstarted = self.engine.unstarted(list(inside))
         if len(set(unstarted)) != len(unstarted) or not inside.keys() >= set(unstarted):
             raise RuntimeError(f"unstarted() returned {unstarted!r}, asked about {list(inside)}")
-        records = [inside[engine_id] for engine_id in unstarted]
-        left = self._abort(records)
-        for record in records:
-            if record.request_id in left:  # not aborted, so it is drained like any other
-                del self.unaborted[record.request_id]
-            else:
-                self.ledger.recall(record)
+        for engine_id in unstarted:  # first of all: if the abort fails, they still never started
+            self.ledger.recall(inside[engine_id])
+        left = self._abort({engine_id: inside[engine_id].request_id for engine_id in unstarted})
+        for engine_id in unstarted:
+            if inside[engine_id].request_id in left:  # it is drained like any other
+                del self.unaborted[inside[engine_id].request_id]
+                self.ledger.into_engine(inside[engine_id], engine_id)
 
     def end_all(self, reason: str) -> tuple[str, ...]:
         """End everything in flight with the tokens it has. Returns the ids."""
-        records = list(self.ledger.in_flight.values())
-        for record in records:
+        doomed = {record.engine_id: record.request_id for record in self.ledger.in_flight.values()}
+        for record in list(self.ledger.in_flight.values()):
             self._end(record, reason)
-        self._abort(records)
-        return tuple(record.request_id for record in records)
+        self._abort(doomed)
+        return tuple(doomed.values())
 
     def readmit(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Pass what is held to the engine, oldest first. Returns (readmitted, rejected) ids."""

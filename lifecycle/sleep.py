@@ -216,7 +216,11 @@ class Sleep:
     def _count(self) -> dict[str, int]:
         """Tokens so far of what is in flight."""
         tokens = self._core.engine.tokens
-        return {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
+        counts = {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
+        wrong = [count for count in counts.values() if not isinstance(count, int)]
+        if wrong:
+            raise TypeError(f"tokens() returned {wrong[0]!r}")
+        return counts
 
     def _look_for_progress(self) -> None:
         core = self._core
