@@ -402,7 +402,7 @@ class Core:
         Reads are visible from other threads as the call that they belong to.
         """
         around = self.operation
-        if around is None and self.transition is None:
+        if around is None and call != str(self.transition):
             self.operation = Operation(call, time.monotonic())
         try:
             yield
@@ -708,7 +708,7 @@ class Core:
             raise self.invalid(call, wrong)
         self.require(call)
         request = SleepRequest(level, mode, timeout, on_timeout, max_steps, pause)
-        with self.reading_engine(call):
+        with self.reading_engine(str(request)):
             return Sleep(self, request)
 
     def _wrong_with_sleep(
@@ -1100,7 +1100,7 @@ class Core:
         if self.state is State.CLOSED:
             return
         self.require("close")
-        self.operation = Operation("close", time.monotonic())
+        self.operation = Operation("close" if shutdown else "detach", time.monotonic())
         try:
             if self.transition is not None:
                 self.transition.cancel()

@@ -4,7 +4,13 @@ import contextlib
 import functools
 from typing import NamedTuple
 
-from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine, expected_tokens, make_weights
+from engine_adapter.simulated import (
+    OutputKind,
+    SamplingParams,
+    SimulatedEngine,
+    expected_tokens,
+    make_weights,
+)
 from lifecycle import DrainTimeout, Lifecycle, State
 from lifecycle.engine import Engine
 
