@@ -1002,7 +1002,7 @@ class SimulatedEngine:
             self.torn = True  # stays so if the rest never comes
             self.weights[parameter] = value
             loaded.add(parameter)
-        self.torn = torn
+        self.torn = torn and loaded != set(self.weights)
         if name.startswith(("start_", "finish_")):
             self.torn = self._updating = name.startswith("start_")
         return loaded
