@@ -11,6 +11,7 @@ reads where it left the engine and goes on judging from there.
 """
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from hypothesis import note
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lifecycle import (
+    DrainCancelled,
     DrainTimeout,
     EngineFailed,
     IllegalCall,
@@ -62,7 +64,10 @@ class Reached:
     outcomes: Counter = field(default_factory=Counter)
 
     def __call__(self, event):
-        """A sink: find the row of each transition by the facts that the event tells."""
+        """A sink: find the row of each transition by the facts that the event tells.
+
+        An explicit pause is not among them; where a wake stops in SLEEPING there was one.
+        """
         if event["event"] not in ("transition", "attached"):
             return
         trigger = Trigger(event.get("trigger", "attach"))
@@ -72,18 +77,17 @@ class Reached:
             resident=frozenset(event["resident"]),
             level=event.get("level"),
             weights=Weights(event["weights"]),
+            paused=event["dest"] == "sleeping" and trigger in (Trigger.WAKE, Trigger.WEIGHTS_VALID),
             in_flight=counts["in_flight"],
             held=counts["held"],
         )
         load = "in flight" if counts["in_flight"] else "held" if counts["held"] else "idle"
         for row in RULES:
             if row.trigger is trigger and row.source is source:
-                # What the event does not tell (an explicit pause) is told by where it led.
-                holds = row.dest.value == event["dest"] and (
-                    "paused" in row.guard or "stays" in row.guard or GUARDS[row.guard][0](facts)
-                )
+                holds = GUARDS[row.guard][0](facts)
                 self.guards[row, holds] += 1
                 if holds:
+                    assert row.dest.value == event["dest"], (row, event)
                     self.taken[row, load] += 1
                     return
 
@@ -254,6 +258,67 @@ class Machine(RuleBasedStateMachine):
         if must != REFUSED:
             self._sleep("sleep", False, **options)
 
+    @precondition(lambda self: self.world.serving and self.world.physical.inside and not self.armed)
+    @rule(
+        mode=st.sampled_from(["wait", "wait_all"]),
+        level=st.sampled_from([0, 1, 2]),
+        at=st.integers(1, 4),
+        visit=st.sampled_from(["add", "abort", "wake", "raise", "close"]),
+        data=st.data(),
+    )
+    def sleep_with_a_visitor(self, mode, level, at, visit, data):
+        """Another thread comes during the drain, or the progress callback raises."""
+        options = data.draw(strategies.sampling_options(self.most_tokens, self.most_samples))
+        prompt, victim = data.draw(self.bench.prompts()), data.draw(st.sampled_from(self.requests.live()))
+        lifecycle, held = self.bench.lifecycle, None
+
+        def come(view):
+            nonlocal held
+            if view.steps != at:
+                return
+            snapshot = lifecycle.snapshot()
+            assert snapshot.state == "draining"
+            assert snapshot.operation.startswith("sleep")
+            held = snapshot.held
+            if visit == "raise":
+                raise ScriptedFault("the caller's own callback")
+            _in_a_thread(lambda: visitors[visit](held))
+
+        def add(held):
+            full = self.world.max_held is not None and held >= self.world.max_held
+            name = self.bench.new_id()
+            assert _kind(_error(lambda: self.bench.make("add", name, prompt, options))) == (
+                REFUSED if full else FINE
+            )
+            if not full:
+                self.requests.ask(name, prompt, options, self.world.contents)
+
+        def abort(held):
+            self.bench.make("abort", [victim])
+            self.requests.given_up([victim])
+
+        def wake(held):
+            assert _kind(_error(lambda: lifecycle.wake_up())) == REFUSED
+
+        def close(held):
+            self.requests.may_end(self.bench.physical().inside, "abort")
+            self.bench.make("close")
+
+        visitors = {"add": add, "abort": abort, "wake": wake, "close": close}
+        error = _error(lambda: lifecycle.sleep(level, mode, progress=come))
+        came = held is not None
+        self.reached.outcomes[f"sleep, visited by {visit if came else 'nobody'}", _kind(error)] += 1
+        self.look()
+        if came and visit == "close":
+            assert _kind(error) == REFUSED, error
+            self.closed(held)
+        elif came and visit == "raise":
+            assert isinstance(error, DrainCancelled), error
+        else:
+            assert error is None, error
+            self.look()
+            self.world.slept(level, pause=False)
+
     @precondition(lambda self: self.world.alive)
     @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]))
     def pause(self, mode):
@@ -329,10 +394,10 @@ class Machine(RuleBasedStateMachine):
         values = self.bench.values(data, kind)
         took, _ = self.call(FINE, "unseen", values)
         if took:
-            self.world.contents.update(values)
+            self.world.loaded_some(values, whole=False)
         self.requests.weights_became(self.bench.contents())
 
-    @precondition(lambda self: self.world.may_mark() == FINE and not self.world.updating)
+    @precondition(lambda self: self.world.can_say_loaded)
     @rule()
     def mark(self):
         took, _ = self.call(FINE, "mark")
@@ -387,11 +452,10 @@ class Machine(RuleBasedStateMachine):
         self.call(must, name, *args, **kwargs)
 
     @precondition(lambda self: self.world.alive and not self.armed and self.bench.can_fault)
-    @rule(script=strategies.faults(), wanted=st.integers(0, 3))
-    def fault(self, script, wanted):
-        if wanted == 0:  # rare enough that most of a run is sound
-            self.bench.arm(script)
-            self.armed = True
+    @rule(script=strategies.faults())
+    def fault(self, script):
+        self.bench.arm(script)
+        self.armed = True
 
     @precondition(lambda self: self.world.failed)
     @rule(found=st.sampled_from(["awake", "asleep 1", "asleep 2", "paused", "dummy", "half"]))
@@ -419,6 +483,9 @@ class Machine(RuleBasedStateMachine):
         self.requests.may_end(self.world.physical.inside, "abort")
         held = self.bench.lifecycle.snapshot().held
         self.call(FINE, "close")
+        self.closed(held)
+
+    def closed(self, held):
         self.world.closed = True
         while self.bench.lifecycle.has_unfinished_requests():
             self.outputs(self.bench.make("step"))
@@ -483,6 +550,21 @@ class Machine(RuleBasedStateMachine):
         if not self.world.serving:  # a pause that nobody said again after it was slept through
             self.wake_tags(None)
         assert self.world.serving, self.world
+
+
+def _error(call):
+    """What a call raises, or None."""
+    try:
+        call()
+    except (LifecycleError, ScriptedFault) as error:
+        return error
+    return None
+
+
+def _in_a_thread(call):
+    """Run it in another thread, to its end; what it raises is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result(timeout=30)
 
 
 def _kind(error):

@@ -169,7 +169,7 @@ class World:
 
     level: of the sleep, None when serving. paused: an explicit pause is on. contents: what was
     loaded into each parameter, None where its memory was lost. tainted: an update failed or is
-    open; before: what an open update comes back to at its end.
+    open; before: what an open update comes back to at its end. torn: nothing was loaded since one failed.
     """
 
     contents: dict[str, int | None]
@@ -184,6 +184,7 @@ class World:
     discarded: bool = False
     tainted: bool = False
     before: tuple[bool, bool] | None = None
+    torn: bool = False
     physical: Physical = field(default_factory=lambda: Physical(EVERYTHING, frozenset(), paused=False))
 
     # -- what holds --------------------------------------------------------------------------------
@@ -270,9 +271,9 @@ class World:
         return FINE if self.may_load() == FINE and self.loaded else REFUSED
 
     @property
-    def updating(self) -> bool:
-        """An update is open: who says now that the weights are loaded is wrong."""
-        return self.before is not None
+    def can_say_loaded(self) -> bool:
+        """Whoever says so after a failed load, or within an update, is wrong."""
+        return self.may_mark() == FINE and self.before is None and not self.torn
 
     def may_release_kv(self) -> str:
         fits = self.asleep and self.level == 0 and not self.physical.inside and self.release_kv
@@ -293,6 +294,7 @@ class World:
     def loaded_some(self, values: Mapping[str, int], *, whole: bool) -> None:
         """A load came to its end. whole: one call that loads everything, so that it cures a failed one."""
         self.contents.update(values)
+        self.torn = False
         if whole and self.loaded:
             self.cured()
 
@@ -316,7 +318,7 @@ class World:
             self.cured()
 
     def update_failed(self) -> None:
-        self.tainted, self.before = True, None
+        self.tainted, self.before, self.torn = True, None, True
 
     def looked(self) -> None:
         """The library looks whether somebody loaded the weights unseen."""

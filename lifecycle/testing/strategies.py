@@ -30,7 +30,6 @@ _FAULTS: Final[Sequence[tuple[str, str]]] = (
     ("call", ""),
     ("sleep", "frees_nothing"),
     ("wake_up", "tag_stays_asleep"),
-    ("step", "output_duplicated"),
 )
 # Every order in which a caller may ask for memory that is asleep; None is all at once.
 WAKE_ORDERS: Final[Sequence[Sequence[list[str] | None]]] = (
