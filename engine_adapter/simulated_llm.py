@@ -17,7 +17,8 @@ Each of them is noted in `llm.misuse`.
 
 *A model's names and values.* `parameters=[...]` gives the model the names of one's own. What
 is loaded may be any tensor or array: its contents count. `worker_extension_cls` is vLLM's: a
-class whose methods `collective_rpc` finds by name, with the worker as `self`.
+class whose methods `collective_rpc` finds by name, with the worker as `self`. A name that is
+nobody's does nothing there, so that a trainer's own worker class need not be at hand.
 
 `attach` puts the lifecycle around `llm.simulated`, which implements `Engine` itself.
 """
