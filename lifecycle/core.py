@@ -771,6 +771,11 @@ class Core:
         self.require("release_kv_cache_memory")
         if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
+        with self.reading_engine("release_kv_cache_memory"):
+            if self.engine.has_work():  # ids of finished requests, which the workers must still be told
+                self.step_engine()
+            if self.engine.has_work():
+                self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
         self.resident = self.engine.condition().resident
         self.fire(Trigger.RELEASE_KV)

@@ -287,6 +287,27 @@ def test_timeout_zero_sleeps_only_if_quiet(run):
     run.lifecycle.wake_up()
 
 
+def test_kv_memory_is_released_after_an_abort_at_the_pause(run):
+    """The engine still has ids to flush then, and would refuse: they are flushed first."""
+    run.lifecycle.pause("keep")
+    run.lifecycle.abort_request(["r0", "r1", "r2", "r3"])
+    run.lifecycle.release_kv_cache_memory()
+    assert run.engine.resident == {"weights"}
+    assert run.lifecycle.resume().noop
+
+
+def test_weights_loaded_unseen_survive_a_sleep_at_level_1():
+    """What was loaded and not looked at yet is put aside by level 1, and valid after the wake."""
+    run = Run()
+    run.lifecycle.sleep(2)
+    run.lifecycle.wake_up()
+    run.engine.load_weights(make_weights(3).items())
+    run.lifecycle.sleep(1)
+    assert run.lifecycle.wake_up()
+    assert run.engine.weights == make_weights(3)
+    run.sound()
+
+
 def test_a_deadline_never_rolls_back_an_abort(run):
     """mode="abort" has ended everything before a deadline could pass: the sleep goes on."""
     report = run.lifecycle.sleep(1, "abort", max_steps=0)

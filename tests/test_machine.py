@@ -2,11 +2,11 @@
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine_adapter import attach
 from engine_adapter.simulated import (
     PARAMETERS,
     Garbage,
@@ -16,7 +16,8 @@ from engine_adapter.simulated import (
     expected_output,
     make_weights,
 )
-from lifecycle import Lifecycle
+from engine_adapter.simulated_llm import SimulatedLLM
+from lifecycle import Lifecycle, State
 from lifecycle.testing import strategies
 from lifecycle.testing.strategies import ScriptedFault
 from tests import report
@@ -67,7 +68,7 @@ class SimulatedBench:
 
     def build(self):
         found = self.next_found
-        engine = self.engine = SimulatedEngine(**self.options, dummy_weights=found == "dummy")
+        engine = self.engine = self.make_engine(**self.options, dummy_weights=found == "dummy")
         if found == "busy":
             for index in range(3):
                 engine.add(
@@ -77,6 +78,9 @@ class SimulatedBench:
         elif found != "awake":
             self.put_to_sleep(engine, found)
         return engine
+
+    def make_engine(self, **options):
+        return SimulatedEngine(**options)
 
     def put_to_sleep(self, engine, found):
         level = {"asleep 1": 1, "asleep 2": 2, "half": 1, "paused": 0}.get(found)
@@ -258,6 +262,75 @@ class SimulatedBench:
         """The next run has an engine of its own."""
 
 
+class AttachedBench(SimulatedBench):
+    """An `LLM` on a simulated engine, attached to; calls go the way that a trainer makes them."""
+
+    rebuildable = False
+
+    def make_engine(self, **options):
+        self.llm = SimulatedLLM(**options)
+        return self.llm.simulated
+
+    def open(self, sink):
+        self.build()
+        held = 2 if self.next_found == "small" else None
+        self.lifecycle = attach(self.llm, sinks=(sink,), max_held=held)
+        self.world = self.found_world(max_held=held, rebuildable=False)
+
+    def _add(self, name, prompt, options):
+        prompt = {"prompt_token_ids": prompt}
+        self.llm.llm_engine.add_request(name, prompt, self.params(options))
+
+    def _step(self):
+        return self.llm.llm_engine.step()
+
+    def _abort(self, names):
+        self.llm.llm_engine.abort_request(names)
+
+    def _sleep(self, **options):
+        return self.llm.sleep(**options)
+
+    def _wake_up(self, tags):
+        return self.llm.wake_up(tags)
+
+    def _release_kv(self):
+        self.llm.llm_engine.release_kv_cache_memory()
+
+    def _rpc(self, values):
+        self.llm.collective_rpc("load_weights", args=(list(values.items()),))
+
+    _part = _rpc
+
+    def _unseen(self, values):
+        self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(values.items())
+
+    def _update_begin(self):
+        self.llm.start_weight_update()
+
+    def _update_end(self):
+        self.llm.finish_weight_update()
+
+    def _reset_prefix_cache(self):
+        self.llm.reset_prefix_cache()
+
+    def _rpc_prepare(self):
+        self.llm.collective_rpc("prepare_refit_info")
+
+    def _apply_model(self):
+        self.llm.apply_model(lambda model: None)
+
+    def _generate(self, prompts, options):
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(asked, self.params(options), use_tqdm=False)
+
+    def before_close(self, machine):
+        """An attached engine is let go of, and only with nothing held or waiting."""
+        names = machine.requests.live()
+        self.lifecycle.abort_request(names)
+        machine.requests.given_up(names)
+        machine.outputs(self.lifecycle.step() if self.lifecycle._core.ledger.mailbox else [])
+
+
 def run(bench, reached, *, examples, steps=50):
     """Run the machine on this kind of bench; `reached` counts what came of it."""
 
@@ -276,3 +349,15 @@ def test_lifecycle():
     for line in reached.table():
         report.say(f"Rows taken: {reached.examples} runs, {reached.steps} calls", line)
     assert reached.missing() == []
+
+
+def test_attached():
+    """The same holds of the calls that a trainer makes to an `LLM` that a lifecycle is attached to."""
+    reached = Reached()
+    run(AttachedBench, reached, examples=150)
+    assert {row.dest for row in reached.missing()} <= {
+        State.AWAKE,
+        State.RUNNING,
+        State.SLEEPING,
+        State.PARTIALLY_AWAKE,
+    }
