@@ -298,8 +298,7 @@ class Machine(RuleBasedStateMachine):
     )
     def sleep_with_a_visitor(self, mode, level, at, visit, data):
         """During the drain (at None: at its end) another thread comes, or the progress callback raises."""
-        options = data.draw(strategies.sampling_options(self.most_tokens, self.most_samples))
-        prompt, victim = data.draw(self.bench.prompts()), data.draw(st.sampled_from(self.requests.live()))
+        visitor = getattr(self, f"visit_and_{visit}")
         lifecycle, held = self.bench.lifecycle, None
 
         def come(view):
@@ -310,44 +309,46 @@ class Machine(RuleBasedStateMachine):
             assert snapshot.state == "draining"
             assert snapshot.operation.startswith("sleep")
             held = snapshot.held
-            if visit == "raise":
-                raise ScriptedFault("the caller's own callback")
-            _in_a_thread(lambda: visitors[visit](held))
+            visitor(data, held)
 
-        def add(held):
-            full = self.world.max_held is not None and held >= self.world.max_held
-            name = self.bench.new_id()
-            assert _kind(_error(lambda: self.bench.make("add", name, prompt, options))) == (
-                REFUSED if full else FINE
-            )
-            if not full:
-                self.requests.ask(name, prompt, options, self.world.contents)
-
-        def abort(held):
-            self.bench.make("abort", [victim])
-            self.requests.given_up([victim])
-
-        def wake(held):
-            assert _kind(_error(lifecycle.wake_up)) == REFUSED
-
-        def close(held):
-            self.requests.may_end(self.bench.physical().inside, "abort")
-            self.bench.make("close")
-
-        visitors = {"add": add, "abort": abort, "wake": wake, "close": close}
         error = _error(lambda: lifecycle.sleep(level, mode, progress=come))
         came = held is not None
-        self.reached.outcomes[f"sleep, visited by {visit if came else 'nobody'}", _kind(error)] += 1
+        self.reached.outcomes[f"sleep, visited to {visit if came else 'nothing'}", _kind(error)] += 1
         self.look()
-        if came and visit == "close":
+        if came and visit == "raise":
+            assert isinstance(error, DrainCancelled), error
+        elif came and visit == "close":
             assert _kind(error) == REFUSED, error
             self.closed(held)
-        elif came and visit == "raise":
-            assert isinstance(error, DrainCancelled), error
         else:
             assert error is None, error
-            self.look()
             self.world.slept(level, pause=False)
+
+    def visit_and_raise(self, data, held):
+        raise ScriptedFault("the caller's own callback")
+
+    def visit_and_add(self, data, held):
+        options = data.draw(strategies.sampling_options(self.most_tokens, self.most_samples))
+        prompt, name = data.draw(self.bench.prompts()), self.bench.new_id()
+        full = self.world.max_held is not None and held >= self.world.max_held
+        error = _in_a_thread(lambda: self.bench.make("add", name, prompt, options))
+        assert _kind(error) == (REFUSED if full else FINE)
+        if not full:
+            self.requests.ask(name, prompt, options, self.world.contents)
+
+    def visit_and_abort(self, data, held):
+        victim = data.draw(st.sampled_from(self.requests.live()))
+        assert _in_a_thread(lambda: self.bench.make("abort", [victim])) is None
+        self.requests.given_up([victim])
+
+    def visit_and_wake(self, data, held):
+        error = _in_a_thread(self.bench.lifecycle.wake_up)
+        assert _kind(error) == REFUSED
+        assert "sleep" in error.operation
+
+    def visit_and_close(self, data, held):
+        self.requests.may_end(self.bench.physical().inside, "abort")
+        assert _in_a_thread(lambda: self.bench.make("close")) is None
 
     @precondition(lambda self: self.world.alive)
     @rule(
@@ -598,9 +599,9 @@ def _error(call):
 
 
 def _in_a_thread(call):
-    """Run it in another thread, to its end; what it raises is raised here."""
+    """Make a call in another thread, to its end. Returns what it raised, or None."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result(timeout=30)
+        return pool.submit(_error, call).result(timeout=30)
 
 
 def _kind(error):

@@ -45,8 +45,10 @@ class Asked:
 
 
 class Requests:
-    """Every request of a run. reference(asked, sample, contents, stop) is what the engine gives
-    uninterrupted: an object with token_ids, text, finish_reason and stop_reason.
+    """Every request of a run.
+
+    reference(asked, sample, contents, stop) is what the engine gives uninterrupted: an object
+    with token_ids, text, finish_reason and stop_reason.
     """
 
     def __init__(self, reference: Callable[..., Any]) -> None:
