@@ -113,8 +113,6 @@ class Machine(RuleBasedStateMachine):
     """The rules. A subclass says in `start` on what they run."""
 
     reached = Reached()
-    most_tokens = 20
-    most_samples = 3
 
     def start(self, options, found):
         """Return a new bench: an engine, its lifecycle, and the world as it was found."""
@@ -214,8 +212,7 @@ class Machine(RuleBasedStateMachine):
     def submit_some(self, data, count):
         for _ in range(count):
             if self.world.may_add(self.bench.lifecycle.snapshot().held) == FINE:
-                options = strategies.sampling_options(self.most_tokens, self.most_samples)
-                self.add(data.draw(self.bench.prompts()), data.draw(options))
+                self.add(data.draw(self.bench.prompts()), data.draw(self.bench.sampling_options()))
 
     @rule(times=st.integers(1, 6))
     def step(self, times):
@@ -238,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 3))
     def generate(self, data, count):
         """A blocking call beside the others: it returns its own outputs in order, and no others."""
-        options = {**data.draw(strategies.sampling_options(self.most_tokens, 1)), "output_kind": 2}
+        options = {**data.draw(self.bench.sampling_options()), "output_kind": 2, "n": 1}
         prompts = [data.draw(self.bench.prompts()) for _ in range(count)]
         self.look()
         self.world.looks_before_serving()
@@ -328,7 +325,7 @@ class Machine(RuleBasedStateMachine):
         raise ScriptedFault("the caller's own callback")
 
     def visit_and_add(self, data, held):
-        options = data.draw(strategies.sampling_options(self.most_tokens, self.most_samples))
+        options = data.draw(self.bench.sampling_options())
         prompt, name = data.draw(self.bench.prompts()), self.bench.new_id()
         full = self.world.max_held is not None and held >= self.world.max_held
         error = _in_a_thread(lambda: self.bench.make("add", name, prompt, options))
@@ -400,8 +397,9 @@ class Machine(RuleBasedStateMachine):
     # -- weights ---------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.may_load() == FINE)
-    @rule(kind=st.sampled_from(["reload", "reload", "rpc", "part", "hole", "fails"]), data=st.data())
-    def load(self, kind, data):
+    @rule(data=st.data())
+    def load(self, data):
+        kind = data.draw(st.sampled_from(self.bench.loads), label="kind")
         values = self.bench.values(data, kind)
         took, _ = self.call("raised" if kind == "fails" else FINE, kind, values)
         if kind == "fails" and self.world.alive:
@@ -415,9 +413,9 @@ class Machine(RuleBasedStateMachine):
                 self.world.looks_before_serving()
         self.requests.weights_became(self.bench.contents())
 
-    @precondition(lambda self: self.world.may_load() == FINE)
-    @rule(what=st.sampled_from(["update_begin", "update_end"]), data=st.data())
-    def update(self, what, data):
+    @precondition(lambda self: self.world.may_load() == FINE and self.bench.can_update)
+    @rule(what=st.sampled_from(["update_begin", "update_end"]))
+    def update(self, what):
         took, _ = self.call(FINE, what)
         if took and what == "update_begin":
             self.world.update_opened()
@@ -425,10 +423,10 @@ class Machine(RuleBasedStateMachine):
             self.world.update_closed()
 
     @precondition(lambda self: self.world.discarded and WEIGHTS in self.world.resident and self.world.alive)
-    @rule(data=st.data(), kind=st.sampled_from(["reload", "part"]))
-    def load_unseen(self, data, kind):
+    @rule(data=st.data(), whole=st.booleans())
+    def load_unseen(self, data, whole):
         """A broadcast, or a trainer that reaches through to the model."""
-        values = self.bench.values(data, kind)
+        values = self.bench.values(data, "reload" if whole else "part")
         took, _ = self.call(FINE, "unseen", values)
         if took:
             self.world.loaded_some(values, whole=False)
