@@ -464,6 +464,7 @@ class SimulatedEngine:
         self.weight_version = "default"
         self.torn = False  # a load raised half-way and was not tried again, or an update is unfinished
         self._updating = False  # between `start_weight_update` and `finish_weight_update`
+        self._broken = False  # a part of that update failed
         self.worker: Any = self  # what a callable is given by `collective_rpc`
         self.model: Any = self.weights  # and by `apply_model`
         self._updates = 0
@@ -508,6 +509,8 @@ class SimulatedEngine:
             return result
         if name == "step":
             self.poisoned = True
+        if any(isinstance(value, str) and value.startswith(_LOADS) for value in (name, *args[:2])):
+            self._broken = self._updating
         if name == "sleep":
             self.paused = True  # vLLM pauses first: nothing is asleep, and the scheduler stays paused
         raise fault.raises
@@ -1042,6 +1045,8 @@ class SimulatedEngine:
         if stale:  # requests that a sleep froze are computed anew; others keep the old weights' KV
             self.record_misuse(f"{name} under {stale} requests that were computed with other weights")
         torn = self.torn and self._updating
+        broken = self._broken and not name.startswith("start_")
+        self._broken = self._updating  # until this part of it is over
         source = weights_iterator if weights is None else weights
         if update_info is not None:
             self._updates += 1
@@ -1059,7 +1064,9 @@ class SimulatedEngine:
             loaded.add(parameter)
         self.torn = torn and loaded != set(self.weights)
         if name.startswith(("start_", "finish_")):
-            self.torn = self._updating = name.startswith("start_")
+            self._updating = name.startswith("start_")
+            self.torn = self._updating or broken
+        self._broken = broken and self._updating
         return loaded
 
     def _weights_at_hand(self, name: str) -> bool:

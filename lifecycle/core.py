@@ -268,7 +268,10 @@ class Core:
             self.refuse(Closed, call, "it was closed or detached")
         if need is Need.SERVING and self.state is State.PARTIALLY_AWAKE and self.resident >= MEMORY_TAGS:
             self.refuse(WeightsNotValid, call, self.weights.way_out())
-        self.refuse(IllegalCall, call, f"it needs {table.NEED_CHECKS[need].words}")
+        why = f"it needs {table.NEED_CHECKS[need].words}"
+        if need is Need.LOADING and self.ledger.in_flight:
+            why += f" (in flight: {some(tuple(self.ledger.in_flight))})"
+        self.refuse(IllegalCall, call, why)
 
     def refuse(self, kind: type[IllegalCall], call: str, why: str) -> NoReturn:
         """Raise the error that says what was called, in which state, why not, and what is legal."""
@@ -749,6 +752,8 @@ class Core:
                 self.run("resume_scheduling", self.engine.resume_scheduling)
                 self.level = None
                 readmitted, rejected = self.readmit()
+        elif trigger is Trigger.WAKE and self.level == 0 and self.resident >= MEMORY_TAGS and not self.paused:
+            self.level = None  # the pause is over: the load that is missing comes back to no pause
         self.fire(trigger)
         return readmitted, rejected
 
@@ -762,7 +767,7 @@ class Core:
         """End a pause (level 0). Asleep deeper than that, only the next wake is affected."""
         self.require("resume")
         self.paused = False
-        if self.state is State.SLEEPING and self.level == 0:
+        if self.level == 0 and self.resident >= MEMORY_TAGS:
             return self.wake_up([SCHEDULING])
         return self._nothing_to_wake("resume")
 
@@ -796,10 +801,10 @@ class Core:
             result = self.run(call, effect, passes=(Exception,), announce=True)
         except Exception as error:
             if not isinstance(error, EngineFailed):
-                self._taint()
+                self._taint(f"{call} failed ({error!r})")
             raise
         if opens:
-            self._taint(opens_update=True)
+            self._taint(f"{call} began an update that has not finished", opens_update=True)
             return result
         self._drop_caches(call)
         self.weights.loaded(call, self.engine, whole=whole, version=version)
@@ -810,8 +815,8 @@ class Core:
         if self.state is State.PARTIALLY_AWAKE and self.facts().servable:
             self._arrive(Trigger.WEIGHTS_VALID)
 
-    def _taint(self, *, opens_update: bool = False) -> None:
-        self.weights.taint(opens_update=opens_update)
+    def _taint(self, why: str, *, opens_update: bool = False) -> None:
+        self.weights.taint(why, opens_update=opens_update)
         if self.state in (State.AWAKE, State.SLEEPING):
             self.run("pause_scheduling", self.engine.pause_scheduling)
             self.fire(Trigger.WEIGHTS_TAINTED)
@@ -819,8 +824,9 @@ class Core:
     def _drop_caches(self, call: str) -> None:
         """What was computed with the old weights must not be served."""
         if not self.run("reset_caches", self.engine.reset_caches):
-            self._taint()
-            raise CacheNotReset(f"{call}: the engine kept caches computed with the old weights", call=call)
+            why = f"{call}: the engine kept caches computed with the old weights"
+            self._taint(why)
+            raise CacheNotReset(why, call=call)
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """The caller says that the weights are loaded. Checked where they can be."""

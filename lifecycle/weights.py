@@ -46,6 +46,7 @@ class WeightsKeeper:
         self._events = events
         self._filled = False
         self._before_update: Weights | None = None
+        self._tainted_by = "an update of them never came to its end"  # as an engine may be found
 
     def found(self, condition: Weights) -> None:
         """What the engine's weights are in when it is taken over."""
@@ -92,13 +93,17 @@ class WeightsKeeper:
             self.valid(call, version)
 
     def way_out(self) -> str:
-        """What the caller must do before they can be served."""
+        """Why they can't be served, and what the caller must do before they can."""
+        way = "reload_weights(), or load them yourself and then mark_weights_loaded()"
+        if self.condition is Weights.TAINTED:
+            return f"{self._tainted_by}, so they are neither the old nor the new; {way}"
         if not self._filled:
-            return "reload_weights(), or load them yourself and then mark_weights_loaded()"
+            return f"nobody has said that they were loaded since; {way}"
         return f"load the weights; never loaded: {some(self.missing)}"
 
-    def taint(self, *, opens_update: bool = False) -> None:
+    def taint(self, why: str, *, opens_update: bool = False) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
+        self._tainted_by = why
         if not opens_update:
             self._before_update = None
         elif self._before_update is None:
