@@ -166,8 +166,7 @@ class Core:
         self.weights.found(Weights.DISCARDED if unknown else condition.weights)
         if whole:  # discarded all the same: a dummy load, whose memory is already here
             self.weights.mapped(engine)
-            if self.weights.policy == "unchecked":
-                self.weights.judge(engine)
+            self.weights.judge(engine)
         for found in condition.requests:
             call = Call(found.request_id, None, None, time.time(), {}, found.samples, found.delta)
             self.ledger.admit(call, found.engine_id, None, self.weights.epoch)
@@ -198,6 +197,13 @@ class Core:
         if not isinstance(memory, Memory):
             raise TypeError(f"memory() returned {memory!r}")
         return memory
+
+    def has_work(self) -> bool:
+        """Whether the engine has work, read now. An answer that is none raises."""
+        busy: Any = self._has_work()
+        if not isinstance(busy, bool):
+            raise TypeError(f"has_work() returned {busy!r}")
+        return busy
 
     def facts(self) -> Facts:
         """What the guards read, now."""
@@ -296,7 +302,10 @@ class Core:
             self.refuse(Closed, call, "it was closed or detached")
         if need is Need.SERVING and self.state is State.PARTIALLY_AWAKE and self.resident >= MEMORY_TAGS:
             self.refuse(WeightsNotValid, call, self.weights.way_out())
-        self.refuse(IllegalCall, call, f"it needs {table.NEED_CHECKS[need].words}")
+        why = f"it needs {table.NEED_CHECKS[need].words}"
+        if need is Need.LOADING and self.ledger.in_flight:
+            why += f" (in flight: {some(tuple(self.ledger.in_flight))})"
+        self.refuse(IllegalCall, call, why)
 
     def refuse(self, kind: type[IllegalCall], call: str, why: str) -> NoReturn:
         """Raise the error that says what was called, in which state, why not, and what is legal."""
@@ -458,6 +467,21 @@ class Core:
             self.fire(Trigger.FAIL, call=call)
         self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
         return error, interrupt
+
+    def interrupted(self, cause: BaseException, *, stepped: bool = False) -> None:
+        """A Ctrl-C came out of this library's own code. What it left half done is made one again.
+
+        stepped: the outputs of a step may be lost, so that nobody knows what their requests have.
+        """
+        if cause is self.cause or self.state is State.CLOSED:
+            return
+        moved, self.state = self.state, self._cursor.state
+        broken = self.check()
+        if stepped or broken or moved is not self.state:
+            self.operation = self.step_started = None
+            self.ledger.mend()
+            self._fail("step" if stepped else "an interrupted call", cause)
+            self._set_open()
 
     def _end(self, record: Record, reason: str) -> None:
         """Post the last outputs of a request in flight. Raises if they can't be had."""
@@ -831,7 +855,7 @@ class Core:
         not_back = frozenset(todo) - self.resident
         if WEIGHTS in self.resident - was:
             self.weights.mapped(self.engine)
-            if completes and not not_back and self.weights.policy == "unchecked":
+            if completes and not not_back:
                 self.weights.judge(self.engine)
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()
@@ -920,6 +944,8 @@ class Core:
                 self.schedule(on=True)
                 self.level = None
                 readmitted, rejected = self.readmit()
+        elif trigger is Trigger.WAKE and self.level == 0 and self.resident >= MEMORY_TAGS and not self.paused:
+            self.level = None  # the pause is over: the load that is missing comes back to no pause
         self.fire(trigger)
         return readmitted, rejected
 
@@ -933,7 +959,7 @@ class Core:
         """End a pause (level 0). Asleep deeper than that, only the next wake is affected."""
         self.require("resume")
         self.paused = False
-        if self.state is State.SLEEPING and self.level == 0:
+        if self.level == 0 and self.resident >= MEMORY_TAGS:
             return self.wake_up([SCHEDULING])
         return self._nothing_to_wake("resume")
 
@@ -942,6 +968,11 @@ class Core:
         self.require("release_kv_cache_memory")
         if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
+        with self.reading_engine("release_kv_cache_memory"):
+            if self.has_work():  # ids of finished requests, which the workers must still be told
+                self.share(self.step_engine(), None, all_wait=True)
+            if self.has_work():
+                self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
         with self.reading_engine("release_kv_cache_memory"):
             condition = self.condition()
@@ -966,10 +997,10 @@ class Core:
             result = self.run(call, effect, passes=(Exception,), announce=True)
         except Exception as error:
             if not isinstance(error, EngineFailed):
-                self._taint()
+                self._taint(f"{call} failed ({error!r})")
             raise
         if opens:
-            self._taint(opens_update=True)
+            self._taint(f"{call} began an update that has not finished", opens_update=True)
             return result
         self._drop_caches(call)
         self.weights.loaded(call, self.engine, whole=whole, version=version)
@@ -980,8 +1011,8 @@ class Core:
         if self.state is State.PARTIALLY_AWAKE and self.facts().servable:
             self._arrive(Trigger.WEIGHTS_VALID)
 
-    def _taint(self, *, opens_update: bool = False) -> None:
-        self.weights.taint(opens_update=opens_update)
+    def _taint(self, why: str, *, opens_update: bool = False) -> None:
+        self.weights.taint(why, opens_update=opens_update)
         if self.state in (State.AWAKE, State.SLEEPING):
             self.schedule(on=False)
             self.fire(Trigger.WEIGHTS_TAINTED)
@@ -989,8 +1020,9 @@ class Core:
     def _drop_caches(self, call: str) -> None:
         """What was computed with the old weights must not be served."""
         if self.run("reset_caches", self.engine.reset_caches) is not True:
-            self._taint()
-            raise CacheNotReset(f"{call}: the engine kept caches computed with the old weights", call=call)
+            why = f"{call}: the engine kept caches computed with the old weights"
+            self._taint(why)
+            raise CacheNotReset(why, call=call)
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """The caller says that the weights are loaded. Checked where they can be."""

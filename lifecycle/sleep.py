@@ -21,7 +21,7 @@ The modes differ in what they do to requests in flight, and in when the engine i
 """
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lifecycle import table
 from lifecycle.engine import Memory, Progress, SleepReport
@@ -178,21 +178,27 @@ class Sleep:
     def _drain(self) -> None:
         core = self._core
         keeps = self.mode == "keep"
-        busy = core.engine.has_launched() if keeps else core.engine.has_work()
+        busy: Any = core.engine.has_launched() if keeps else core.has_work()
         if not isinstance(busy, bool):
-            raise TypeError(f"{'has_launched' if keeps else 'has_work'}() returned {busy!r}")
+            raise TypeError(f"has_launched() returned {busy!r}")
         if not busy:
             if not keeps and core.ledger.in_flight:
                 raise core.lost()
             self._phase = self._release
             return
         seconds = time.monotonic() - self.started
-        late = self._deadline is not None and seconds >= self._deadline
-        if late or (self._last_step is not None and self.steps >= self._last_step):
+        if self._is_late(seconds):
             self._expire(seconds)
             return
         self._step()
         self._look_for_progress()
+
+    def _is_late(self, seconds: float) -> bool:
+        """A deadline is about requests: what the engine only has to flush may take its few steps."""
+        if not self._core.ledger.in_flight:
+            return False
+        late = self._deadline is not None and seconds >= self._deadline
+        return late or (self._last_step is not None and self.steps >= self._last_step)
 
     def _step(self) -> None:
         """One engine step; its outputs wait in the mailbox as snapshots."""
@@ -215,7 +221,7 @@ class Sleep:
 
     def _count(self) -> dict[str, int]:
         """Tokens so far of what is in flight."""
-        tokens = self._core.engine.tokens
+        tokens: Callable[[str], Any] = self._core.engine.tokens
         counts = {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
         wrong = [count for count in counts.values() if not isinstance(count, int)]
         if wrong:

@@ -53,6 +53,7 @@ class WeightsKeeper:
         self._events = events
         self._filled = False
         self._before_update: Weights | None = None
+        self._tainted_by = "an update of them never came to its end"  # as an engine may be found
 
     def found(self, condition: Weights) -> None:
         """What the engine's weights are in when it is taken over."""
@@ -64,12 +65,17 @@ class WeightsKeeper:
         self.found(Weights.DISCARDED)
 
     def mapped(self, engine: Engine) -> None:
-        """Their memory is back. Only now can it be prepared for the check."""
-        if self.condition is Weights.DISCARDED and self.policy == "checked":
+        """Their memory is back. Only now can it be prepared for the check.
+
+        Once only: what was loaded since may have been put aside by a sleep at level 1.
+        """
+        if self.condition is Weights.DISCARDED and self.policy == "checked" and not self._filled:
             self._run("discard_weights", engine.discard_weights)
             self._filled = True
             if not self.look(engine):
                 self._fail("discard_weights", RuntimeError("discard_weights() returned, but filled nothing"))
+        else:
+            self.look(engine)
 
     def judge(self, engine: Engine) -> bool:
         """Everything is resident: were discarded weights loaded by now? True if that is new."""
@@ -100,13 +106,17 @@ class WeightsKeeper:
             self.valid(call, version)
 
     def way_out(self) -> str:
-        """What the caller must do before they can be served."""
+        """Why they can't be served, and what the caller must do before they can."""
+        way = "reload_weights(), or load them yourself and then mark_weights_loaded()"
+        if self.condition is Weights.TAINTED:
+            return f"{self._tainted_by}, so they are neither the old nor the new; {way}"
         if not self._filled:
-            return "reload_weights(), or load them yourself and then mark_weights_loaded()"
+            return f"nobody has said that they were loaded since; {way}"
         return f"load the weights; never loaded: {some(self.missing)}"
 
-    def taint(self, *, opens_update: bool = False) -> None:
+    def taint(self, why: str, *, opens_update: bool = False) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
+        self._tainted_by = why
         if not opens_update:
             self._before_update = None
         elif self._before_update is None:

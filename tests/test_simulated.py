@@ -11,6 +11,7 @@ from engine_adapter.simulated import (
     OutputKind,
     SamplingParams,
     SimulatedEngine,
+    encode,
     expected_output,
     expected_tokens,
     make_weights,
@@ -79,8 +80,8 @@ class TestTokens:
             expected_tokens("a", params, weights=make_weights(1)),
         ]
         assert len({tuple(run) for run in runs}) == len(runs)
-        assert expected_tokens([97], params) == runs[0]
-        assert expected_tokens({"prompt_token_ids": [97]}, params) == runs[0]
+        assert expected_tokens(encode("a"), params) == runs[0]
+        assert expected_tokens({"prompt_token_ids": encode("a")}, params) == runs[0]
         assert expected_tokens({"prompt": "a"}, params) == runs[0]
 
     def test_one_parameter_matters(self):
@@ -475,6 +476,25 @@ class TestMemory:
             engine.load_weights([("lm_head", 1), ("nonsense", 2)])
         assert engine.condition().weights is Weights.TAINTED
         engine.load_weights(make_weights().items())
+        assert engine.condition().weights is Weights.VALID
+
+    @pytest.mark.parametrize("fails", ["in the middle", "before it begins"])
+    def test_broken_update(self, fails):
+        """The end of an update of which a part failed mends nothing; a load that comes to its end does."""
+        engine = SimulatedEngine()
+        engine.call("collective_rpc", "start_weight_update")
+        names = ["lm_head", "nonsense" if fails == "in the middle" else "embed_tokens"]
+        if fails == "before it begins":
+            engine.faults.add("update_weights", raises=ValueError("no connection"))
+        with pytest.raises(ValueError):
+            engine.call("collective_rpc", "update_weights", None, (), {"update_info": {"names": names}})
+        engine.call("collective_rpc", "update_weights", None, (), {"update_info": {"names": ["lm_head"]}})
+        engine.call("collective_rpc", "finish_weight_update")
+        assert engine.condition().weights is Weights.TAINTED
+        engine.load_weights(make_weights().items())
+        assert engine.condition().weights is Weights.VALID
+        engine.call("collective_rpc", "start_weight_update")
+        engine.call("collective_rpc", "finish_weight_update")
         assert engine.condition().weights is Weights.VALID
 
     def test_stale_prefix_cache(self):
