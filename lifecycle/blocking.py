@@ -98,8 +98,9 @@ class _DeferredInterrupt:
     """Holds back the first Ctrl-C while the main thread is inside an engine call.
 
     `with interrupt:` installs the handler for a blocking call, `begin_call()` and `end_call()`
-    mark where a signal must wait, and `deliver()` raises what was held back. In the code of
-    this module itself a signal waits too, so that no bookkeeping is left half done.
+    mark where a signal must wait, and `deliver()` raises what was held back. A second one is
+    for getting out of an engine call that hangs, so it does not wait there; in the library's
+    own code, which never takes long, every one waits, and no bookkeeping is left half done.
     """
 
     def __init__(self) -> None:
@@ -141,8 +142,7 @@ class _DeferredInterrupt:
             self.__exit__()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        waits = self._inside or (frame is not None and frame.f_code.co_filename in _HALF_DONE)
-        if waits and not self._pending:
+        if _is_half_done(frame) or (self._inside and not self._pending):
             self._pending = True
         elif callable(self._before):
             self._pending = False
@@ -157,7 +157,14 @@ class _DeferredInterrupt:
 
 
 # Between two of their lines something may be taken or counted that is not yet noted.
-_HALF_DONE: Final = frozenset({__file__, contextlib.__file__})
+_OURS: Final = (os.path.dirname(__file__), contextlib.__file__)  # noqa: PTH120  (compared as text)
+
+
+def _is_half_done(frame: FrameType | None) -> bool:
+    """Whether a signal came in the middle of this library's own work; waiting for another thread is none."""
+    if frame is None or frame.f_code is _FairLock._wait.__code__:  # noqa: SLF001  (the same module)
+        return False
+    return frame.f_code.co_filename.startswith(_OURS)
 _living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 

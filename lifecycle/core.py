@@ -200,7 +200,7 @@ class Core:
 
     def has_work(self) -> bool:
         """Whether the engine has work, read now. An answer that is none raises."""
-        busy: Any = self._has_work()
+        busy: Any = self.engine.has_work()
         if not isinstance(busy, bool):
             raise TypeError(f"has_work() returned {busy!r}")
         return busy

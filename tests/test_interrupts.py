@@ -7,6 +7,7 @@ which it goes), calls whatever handler is installed, and looks at what is left.
 
 import contextlib
 import dis
+import gc
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from tests import report
 from tests.fault_world import OPS
 
 EVERY_STEP = os.environ.get("EVERY_STEP") == "1"
-MOST_PLACES = 100_000 if EVERY_STEP else 30
+MOST_PLACES = 100_000 if EVERY_STEP else 25
 OURS = (str(Path(lifecycle.__file__).parent), contextlib.__file__)
 LOOKS_FOR_SIGNALS = frozenset(
     number for number, name in enumerate(dis.opname) if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
@@ -32,10 +33,10 @@ LOOKS_FOR_SIGNALS = frozenset(
 
 
 class Interrupter:
-    """Presses Ctrl-C at the `at`-th place; counts the places otherwise."""
+    """Presses Ctrl-C at the `at`-th place, once or more; counts the places otherwise."""
 
-    def __init__(self, at=None):
-        self.at, self.places = at, 0
+    def __init__(self, at=None, presses=1):
+        self.at, self.presses, self.places = at, presses, 0
         self._last = {}
 
     def __call__(self, frame, event, arg):
@@ -49,7 +50,8 @@ class Interrupter:
                 self.places += 1
                 if self.places == self.at:
                     sys.settrace(None)
-                    signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+                    for _ in range(self.presses):
+                        signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
         elif event == "return":
             self._last.pop(frame, None)
         return self
@@ -92,9 +94,16 @@ SWEEPS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _quick_collections(monkeypatch):
+    """`recover` collects garbage each time: let it not go through all that a test run has loaded."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("name", SWEEPS)
-def test_ctrl_c_at_each_place(name):
-    """The lock is free, the handler is back, the ledger is whole, and what was asked for can be served."""
+def test_ctrl_c_at_each_place(name, presses):
+    """Once or twice: the lock is free, the handler is back, the ledger is whole, and what was asked for can be served."""
     build, what = SWEEPS[name]
     counting = Interrupter()
     world = build()
@@ -103,7 +112,7 @@ def test_ctrl_c_at_each_place(name):
     pressed = 0
     for place in range(1, counting.places + 1, stride):
         world = build()
-        interrupter = Interrupter(place)
+        interrupter = Interrupter(place, presses)
         interrupted = False
         try:
             interrupter.run(lambda world=world: OPS[what](world))
@@ -115,10 +124,10 @@ def test_ctrl_c_at_each_place(name):
         try:
             nothing_is_left_half_done(world)
         except AssertionError as error:
-            error.add_note(f"{name}: Ctrl-C at place {place} of {counting.places}")
+            error.add_note(f"{name}: Ctrl-C {presses} times at place {place} of {counting.places}")
             raise
         pressed += 1
-    report.say("Ctrl-C inside the library", f"{name}: {pressed} of {counting.places} places")
+    report.say("Ctrl-C inside the library", f"{name}, {presses}x: {pressed} of {counting.places} places")
 
 
 def nothing_is_left_half_done(world):
