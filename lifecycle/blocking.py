@@ -165,6 +165,8 @@ def _is_half_done(frame: FrameType | None) -> bool:
     if frame is None or frame.f_code is _FairLock._wait.__code__:  # noqa: SLF001  (the same module)
         return False
     return frame.f_code.co_filename.startswith(_OURS)
+
+
 _living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 

@@ -684,7 +684,7 @@ class Core:
         self.fail_with("step", cause)
 
     def step_engine(self) -> list[Any]:
-        """One engine step: its outputs, each once. With none, it must have work left for what is in flight."""
+        """One engine step: its outputs, each once. If it has none, work must be left for what is in flight."""
         self.step_started = time.monotonic()
         try:
             outputs = self._step()
