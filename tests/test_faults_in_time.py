@@ -62,7 +62,7 @@ def test_a_request_that_finishes_without_an_output(kind, batch_queue_size):
 
 
 def test_a_drain_does_not_sleep_over_a_request_without_an_end():
-    """The engine says that it is quiet while a request is in flight: no sleep, but a failure that names it."""
+    """The engine says that it is quiet while a request is in flight: no sleep, and the failure names it."""
     world = one()
     world.step()
     world.engine.faults.add("has_work", returns=False)
@@ -112,9 +112,11 @@ def test_what_was_enqueued_and_lost_is_told_to_who_waits_for_it():
     world.engine.faults.add("step", effect="output_dropped")
     with pytest.raises(EngineFailed):
         world.finish()
-    with pytest.raises(EngineFailed) as caught:
-        with world.lifecycle.scope("wait_for_completion", claims_enqueued=True):
-            world.finish()
+    with (
+        pytest.raises(EngineFailed) as caught,
+        world.lifecycle.scope("wait_for_completion", claims_enqueued=True),
+    ):
+        world.finish()
     assert caught.value.in_flight == ("mine",)
 
 
@@ -224,7 +226,7 @@ def test_the_id_of_an_aborted_request_that_goes_on_is_refused():
 
 @pytest.mark.parametrize("mode", ["wait", "wait_all", "abort"])
 def test_a_drain_does_not_wait_for_ever_for_what_nobody_wants(mode):
-    """The engine goes on for ever with an aborted request: that is no progress, and the drain is rolled back."""
+    """The engine goes on for ever with an aborted request: no progress of ours, so it is rolled back."""
     world = patient(one(tokens=6))
     world.engine.faults.add("abort", effect="ignored")
     world.lifecycle.abort_request(["one"])
@@ -363,7 +365,7 @@ def test_an_engine_that_cannot_be_looked_at_is_shut_down_again():
     """Nobody else could: the lifecycle that built it never came to be."""
     world = World()
     world.at_birth = [("condition", {"raises": RuntimeError("driver gone")})]
-    with pytest.raises(EngineFailed, match="attach failed inside the engine: .*driver gone"):
+    with pytest.raises(EngineFailed, match=r"attach failed inside the engine: .*driver gone"):
         world.start()
     assert world.engine.closed
 
