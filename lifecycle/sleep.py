@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 RELEASED_ENOUGH = 0.5
 # A long drain says how far it is this often, in seconds.
 PROGRESS_EVENT_S = 1.0
+# With nothing in flight an engine is quiet after so many steps: one, and one for each batch launched ahead.
+FLUSHES = 16
 _NOTHING_OF_OURS = Progress(0, frozenset())
 
 
@@ -78,6 +80,7 @@ class Sleep:
         self.report: SleepReport | None = None
         self._deadline = request.timeout
         self._last_step = request.max_steps
+        self._flushes = 0  # steps with nothing in flight
         self._warnings: list[str] = []
         self._counts: dict[str, int] = {}
         self._progress: Progress | None = None
@@ -196,7 +199,9 @@ class Sleep:
     def _is_late(self, seconds: float) -> bool:
         """A deadline is about requests: what the engine only has to flush may take its few steps."""
         if not self._core.ledger.in_flight:
-            return False
+            self._flushes += 1
+            if self._flushes <= FLUSHES:
+                return False
         late = self._deadline is not None and seconds >= self._deadline
         return late or (self._last_step is not None and self.steps >= self._last_step)
 

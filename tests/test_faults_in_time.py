@@ -237,6 +237,19 @@ def test_a_drain_does_not_wait_for_ever_for_what_nobody_wants(mode):
     world.sound()
 
 
+def test_the_deadline_holds_also_for_what_nobody_wants():
+    """A few steps to flush the engine are free; endless work for an aborted request is not."""
+    world = never_ending()
+    world.engine.faults.add("abort", effect="ignored")
+    world.lifecycle.abort_request(["one"])
+    with pytest.raises(DrainTimeout) as caught:
+        world.lifecycle.sleep(1, max_steps=2)
+    assert caught.value.remaining == ()
+    assert caught.value.steps < 20
+    assert world.lifecycle.state is State.AWAKE
+    world.sound()
+
+
 def test_a_recall_that_is_ignored_drains_the_request():
     """What could not be taken back is finished first, and comes out once."""
     world = at.running()
