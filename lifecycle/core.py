@@ -1106,13 +1106,16 @@ class Core:
             engine.shutdown()
 
     def close(self, *, shutdown: bool) -> None:
-        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken."""
+        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken.
+
+        Without, the engine goes on elsewhere: a drain under way is rolled back first.
+        """
         if self.state is State.CLOSED:
             return
         self.require("close")
         self.operation = Operation("close" if shutdown else "detach", time.monotonic())
         try:
-            if self.transition is not None:
+            if self.transition is not None and not shutdown:
                 self.transition.cancel()
             if shutdown and self.ledger.in_flight:
                 with self.reading_engine("close"):

@@ -290,7 +290,7 @@ class Machine(RuleBasedStateMachine):
         mode=st.sampled_from(["wait", "wait_all"]),
         level=st.sampled_from([0, 1, 2]),
         at=st.sampled_from([1, 2, 4, None]),
-        visit=st.sampled_from(["add", "abort", "wake", "raise"]),
+        visit=st.sampled_from(["add", "abort", "wake", "raise", "close"]),
         data=st.data(),
     )
     def sleep_with_a_visitor(self, mode, level, at, visit, data):
@@ -362,11 +362,11 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def resume(self):
         self.look()
-        ends = self.world.asleep and self.world.level == 0
+        ends = self.world.mapped and self.world.level == 0
         took, _ = self.call(FINE if ends else NOTHING, "resume")
         if took or not ends:
             self.world.paused = False
-        if took and ends:
+        if took:
             self.world.woke(completes=True)
 
     @precondition(lambda self: self.world.alive)

@@ -351,6 +351,8 @@ class World:
     def woke(self, *, completes: bool) -> None:
         if completes:
             self.looked()
+            if self.level == 0 and not self.paused:
+                self.level = None  # that was the end of the pause, whatever is still missing
         self.arrived(resumes=True)
 
     def arrived(self, *, resumes: bool) -> None:

@@ -106,16 +106,16 @@ draining                   | add                            | prepare validate |
 draining                   | abort                          | abort last_outputs | draining
 draining                   | advance                        | has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
 draining                   | cancel                         | resume_scheduling condition forget_media add | running
-draining                   | close                          | resume_scheduling condition forget_media add last_outputs abort shutdown | closed
+draining                   | close                          | last_outputs abort shutdown | closed
 draining, to keep          | advance                        | has_launched tokens step copy_output progress memory sleep condition | sleeping
 draining, to keep          | cancel                         | resume_scheduling condition | running
 draining, to keep          | detach                         | resume_scheduling condition | closed
-draining, to keep          | close                          | resume_scheduling condition last_outputs abort shutdown | closed
+draining, to keep          | close                          | last_outputs abort shutdown | closed
 
 asleep 0                   | add                            | prepare validate | sleeping
 asleep 0                   | sleep(2)                       | memory sleep condition | sleeping
 asleep 0                   | wake_up                        | memory resume_scheduling condition forget_media add | running
-asleep 0                   | release_kv_cache_memory        | release_kv_cache_memory condition | partially_awake
+asleep 0                   | release_kv_cache_memory        | has_work release_kv_cache_memory condition | partially_awake
 asleep 0                   | reload_weights                 | call reset_caches | sleeping
 asleep 0                   | rpc                            | call | sleeping
 asleep 0                   | close                          | shutdown | closed
