@@ -227,15 +227,13 @@ def test_the_id_of_an_aborted_request_that_goes_on_is_refused():
 @pytest.mark.parametrize("mode", ["wait", "wait_all", "abort"])
 def test_a_drain_does_not_wait_for_ever_for_what_nobody_wants(mode):
     """The engine goes on for ever with an aborted request: no progress of ours, so it is rolled back."""
-    world = patient(one(tokens=6))
+    world = patient(never_ending())
     world.engine.faults.add("abort", effect="ignored")
     world.lifecycle.abort_request(["one"])
-    world.engine.has_work = lambda: True
     with pytest.raises(DrainStalled, match="nothing of ours"):
-        world.lifecycle.sleep(1, mode)
+        world.lifecycle.sleep(1, mode, timeout=5)
     assert world.lifecycle.state is State.AWAKE
-    del world.engine.has_work
-    assert world.lifecycle.sleep(1, mode).level == 1
+    assert world.lifecycle.sleep(1, "keep").level == 1
     world.sound()
 
 
