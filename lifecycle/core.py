@@ -1008,14 +1008,17 @@ class Core:
         return result
 
     def _serve_if_valid(self) -> None:
-        if self.state is State.PARTIALLY_AWAKE and self.facts().servable:
+        """The weights changed: serve with them, or stop serving."""
+        valid = self.weights.condition is Weights.VALID
+        if valid and self.state is State.PARTIALLY_AWAKE and self.facts().servable:
             self._arrive(Trigger.WEIGHTS_VALID)
+        elif not valid and self.state in (State.AWAKE, State.SLEEPING):
+            self.schedule(on=False)
+            self.fire(Trigger.WEIGHTS_TAINTED)
 
     def _taint(self, why: str, *, opens_update: bool = False) -> None:
         self.weights.taint(why, opens_update=opens_update)
-        if self.state in (State.AWAKE, State.SLEEPING):
-            self.schedule(on=False)
-            self.fire(Trigger.WEIGHTS_TAINTED)
+        self._serve_if_valid()
 
     def _drop_caches(self, call: str) -> None:
         """What was computed with the old weights must not be served."""
@@ -1128,13 +1131,16 @@ class Core:
             engine.shutdown()
 
     def close(self, *, shutdown: bool) -> None:
-        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken."""
+        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken.
+
+        Without, the engine goes on elsewhere: a drain under way is rolled back first.
+        """
         if self.state is State.CLOSED:
             return
         self.require("close")
         self.operation = Operation("close" if shutdown else "detach", time.monotonic())
         try:
-            if self.transition is not None:
+            if self.transition is not None and not shutdown:
                 self.transition.cancel()
             if shutdown and self.ledger.in_flight:
                 with self.reading_engine("close"):

@@ -290,7 +290,7 @@ class Machine(RuleBasedStateMachine):
         mode=st.sampled_from(["wait", "wait_all"]),
         level=st.sampled_from([0, 1, 2]),
         at=st.sampled_from([1, 2, 4, None]),
-        visit=st.sampled_from(["add", "abort", "wake", "raise"]),
+        visit=st.sampled_from(["add", "abort", "wake", "raise", "close"]),
         data=st.data(),
     )
     def sleep_with_a_visitor(self, mode, level, at, visit, data):
@@ -362,11 +362,11 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def resume(self):
         self.look()
-        ends = self.world.asleep and self.world.level == 0
+        ends = self.world.mapped and self.world.level == 0
         took, _ = self.call(FINE if ends else NOTHING, "resume")
         if took or not ends:
             self.world.paused = False
-        if took and ends:
+        if took:
             self.world.woke(completes=True)
 
     @precondition(lambda self: self.world.alive)
@@ -407,9 +407,10 @@ class Machine(RuleBasedStateMachine):
             self.world.update_failed()
         elif took:
             self.world.loaded_some(values, whole=kind == "reload")
-            if kind in ("rpc", "part", "hole") and self.world.valid:
+            if kind in ("rpc", "part") and self.world.valid:
                 self.world.cured()
             if kind == "hole":
+                self.world.lost_some(self.bench.lost_by(values))
                 self.world.looks_before_serving()
         self.requests.weights_became(self.bench.contents())
 
@@ -491,6 +492,13 @@ class Machine(RuleBasedStateMachine):
     def fault(self, script):
         self.bench.arm(script)
         self.armed = True
+
+    @precondition(lambda self: self.world.serving and not self.armed and self.bench.can_fault)
+    @rule(when=st.sampled_from(["before", "after"]))
+    def step_fails(self, when):
+        self.bench.arm({"call": "step", "when": when, "raises": ScriptedFault("step failed")})
+        self.armed = True
+        self.step_once()
 
     @precondition(lambda self: self.world.failed)
     @rule(found=st.sampled_from(["awake", "asleep 1", "asleep 2", "paused", "dummy", "half"]))

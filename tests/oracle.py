@@ -306,6 +306,12 @@ class World:
         if whole and self.loaded:
             self.cured()
 
+    def lost_some(self, names: Iterable[str]) -> None:
+        """A load made these anew and brought nothing to fill them with."""
+        if lost := dict.fromkeys(names):
+            self.contents.update(lost)
+            self.discarded = self.discarded or self.valid
+
     def cured(self) -> None:
         """Everything is loaded, and somebody said or saw it."""
         self.discarded, self.tainted, self.before = False, False, None
@@ -351,6 +357,8 @@ class World:
     def woke(self, *, completes: bool) -> None:
         if completes:
             self.looked()
+            if self.level == 0 and not self.paused:
+                self.level = None  # that was the end of the pause, whatever is still missing
         self.arrived(resumes=True)
 
     def arrived(self, *, resumes: bool) -> None:

@@ -23,6 +23,7 @@ from engine_adapter.simulated import (
 )
 from engine_adapter.simulated_llm import SimulatedLLM
 from lifecycle import Lifecycle, State
+from lifecycle.table import Trigger
 from lifecycle.testing import strategies
 from lifecycle.testing.strategies import ScriptedFault
 from tests import report
@@ -49,6 +50,10 @@ def profile(examples, steps):
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def prepare_refit_info(worker):
+    """A worker method of the trainer's own, given as a function."""
 
 
 def reference(asked, sample, contents, *, stop):
@@ -184,6 +189,11 @@ class SimulatedBench:
         names = st.sets(st.sampled_from(PARAMETERS), min_size=1, max_size=len(PARAMETERS) - 1)
         chosen = data.draw(names, label="parameters")
         return {name: whole[name] for name in PARAMETERS if name in chosen}
+
+    def lost_by(self, values):
+        """A reload of some shards of a fused tensor loses the others."""
+        groups = [{f"layers.{layer}.{part}_proj" for part in "qkv"} for layer in (0, 1)]
+        return {name for group in groups if group & values.keys() for name in group - values.keys()}
 
     def loaded_before_it_failed(self, values):
         return dict(list(values.items())[: len(values) // 2])
@@ -372,8 +382,8 @@ class VllmBench(AttachedBench):
             llm.llm_engine.add_request(str(index), prompt, cls.params(None, options))
             plain[prompt, seed] = [[], []]
             while llm.llm_engine.has_unfinished_requests():
-                for part in (part for output in llm.llm_engine.step() for part in output.outputs):
-                    part = replace(part, token_ids=list(part.token_ids), finish_reason="length")
+                for live in (part for output in llm.llm_engine.step() for part in output.outputs):
+                    part = replace(live, token_ids=list(live.token_ids), finish_reason="length")
                     plain[prompt, seed][part.index].append(part)
         cls.plain = plain
 
@@ -405,7 +415,9 @@ class VllmBench(AttachedBench):
         return Physical(frozenset(resident), frozenset(inside), core.scheduler.pause_state.name != "UNPAUSED")
 
     def contents(self):
-        holes = any(data.isnan().any() for data in worker(self.llm).get_model().state_dict().values())
+        holes = any(
+            data.is_meta or data.isnan().any() for data in worker(self.llm).get_model().state_dict().values()
+        )
         return dict.fromkeys(("k_proj", "rest"), None if holes else 1)
 
     def misuse(self):
@@ -422,6 +434,9 @@ class VllmBench(AttachedBench):
 
     def checkpoint(self):
         return {"k_proj": 1, "rest": 1}
+
+    def lost_by(self, values):
+        return {"k_proj"} - values.keys()
 
     def loaded_before_it_failed(self, values):
         return {"rest": 1}
@@ -459,12 +474,20 @@ class VllmBench(AttachedBench):
     def _generate(self, prompts, options):
         return self.llm.generate(list(prompts), self.params(options), use_tqdm=False)
 
+    def _rpc_prepare(self):
+        self.llm.collective_rpc(prepare_refit_info)
+
     def _apply_model(self):
         self.lifecycle.apply_model(type)
 
     def put_away(self):
-        if self.lifecycle.state is not State.CLOSED:
-            undo(self.llm, self.lifecycle)
+        """The next run begins with the same engine: awake, empty, its weights loaded."""
+        if self.lifecycle.state is State.CLOSED:
+            self.lifecycle = attach(self.llm, sinks=())
+            self.lifecycle.resume()
+            self.lifecycle.wake_up()
+            self.lifecycle.reload_weights()
+        undo(self.llm, self.lifecycle)
 
 
 def run(bench, reached, *, examples, steps=50):
@@ -490,13 +513,9 @@ def test_lifecycle():
 def test_attached():
     """The same holds of the calls that a trainer makes to an `LLM` that a lifecycle is attached to."""
     reached = Reached()
-    run(AttachedBench, reached, examples=150)
-    assert {row.dest for row in reached.missing()} <= {
-        State.AWAKE,
-        State.RUNNING,
-        State.SLEEPING,
-        State.PARTIALLY_AWAKE,
-    }
+    run(AttachedBench, reached, examples=200)
+    not_ours = (Trigger.RECOVER, Trigger.CLOSE)  # an attached engine is not recovered, and only let go of
+    assert [row for row in reached.missing() if row.trigger not in not_ours] == []
 
 
 @pytest.mark.vllm
@@ -505,5 +524,5 @@ def test_vllm(llm):
     """The same rules on a real vLLM: nothing is lost, and no legitimate call refused."""
     VllmBench.learn(llm)
     reached = Reached()
-    run(VllmBench, reached, examples=20, steps=25)
+    run(VllmBench, reached, examples=60, steps=25)
     assert reached.steps > 500
