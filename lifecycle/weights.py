@@ -102,9 +102,11 @@ class WeightsKeeper:
             if self._before_update is None:  # a part of the update failed: its end cures nothing
                 return
             self.condition, self._before_update = self._before_update, None
-        if call == "reload_weights" and self.policy == "checked":
-            self._filled = True  # the engine makes layers anew, so that a hole shows over valid weights too
-        if self.look(engine):
+        anew = call == "reload_weights" and self.policy == "checked"
+        if anew:  # layers whole or in part, so that a hole shows over valid weights too
+            self._filled = True
+        # A look goes over every parameter: not after each of the many loads that bring one of them.
+        if (whole or anew) and self.look(engine):
             self._has_holes()
         elif self.condition is Weights.VALID or whole:
             self.valid(call, version)

@@ -88,7 +88,7 @@ awake
     generate, left by an exception -> awake           | prepare add step END
     sleep(1)                       -> sleeping        | unstarted has_work RELEASE
     sleep(1, keep)                 -> sleeping        | pause_scheduling has_launched RELEASE
-    reload_weights                 -> awake           | call reset_caches
+    reload_weights                 -> awake           | call reset_caches missing_weights
     update                         -> awake           | call reset_caches
     mark_weights_loaded            -> awake           | reset_caches
     rpc                            -> awake           | call
@@ -124,18 +124,18 @@ draining
     abort                          -> draining        | END
     advance                        -> sleeping        | DRAIN count_tokens RELEASE
     cancel                         -> running         | RESUME READMIT
-    close                          -> closed          | RESUME READMIT END shutdown
+    close                          -> closed          | END shutdown
 draining, to keep
     advance                        -> sleeping        | LAUNCHED RELEASE
     cancel                         -> running         | RESUME
     detach                         -> closed          | RESUME
-    close                          -> closed          | RESUME END shutdown
+    close                          -> closed          | END shutdown
 asleep 0
     add                            -> sleeping        | prepare validate
     sleep(2)                       -> sleeping        | RELEASE
     wake_up                        -> running         | memory RESUME READMIT
     release_kv_cache_memory        -> partially_awake | has_work release_kv_cache_memory condition
-    reload_weights                 -> sleeping        | call reset_caches
+    reload_weights                 -> sleeping        | call reset_caches missing_weights
     rpc                            -> sleeping        | call
     close                          -> closed          | shutdown
 asleep 0, kept
@@ -207,7 +207,7 @@ all but valid, unseen load
     generate, left by an exception -> running         | LOOK RESUME READMIT prepare step copy_output END
 updating
     end of update                  -> running         | call reset_caches RESUME READMIT
-    reload_weights                 -> running         | call reset_caches RESUME READMIT
+    reload_weights                 -> running         | call reset_caches missing_weights RESUME READMIT
     add                            -> partially_awake | prepare validate
     sleep(1)                       -> sleeping        | RELEASE
     wake_up                        -> partially_awake | memory
@@ -328,7 +328,6 @@ WRONG_ELSEWHERE = {
     # Nothing more was asked for than the engine was in already.
     ("running", "sleep(1), rolled back", "resume_scheduling", "not done"): "nothing",
     ("draining", "cancel", "resume_scheduling", "not done"): "nothing",
-    ("draining", "close", "resume_scheduling", "not done"): "nothing",
     ("asleep 1, paused", "wake_up", "pause_scheduling", "not done"): "nothing",
     ("running", "pause", "sleep", "not done"): "nothing",
     ("running", "pause", "sleep", "half"): "nothing",

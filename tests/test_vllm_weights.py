@@ -625,7 +625,7 @@ def test_a_dummy_load_is_not_served_until_it_is_loaded(house, expected):
 
 
 def test_a_reload_of_one_shard_over_valid_weights_is_not_served(llm, guarded):
-    """vLLM makes the fused tensor anew and leaves the rest of it undefined: refused, by its name."""
+    """The fused tensor is made anew, and vLLM leaves the rest of it undefined: refused, by its name."""
     before = tokens_of(llm)
     part = {name: data for name, data in checkpoint().items() if "layers.0.self_attn.k_proj" not in name}
     report = guarded.reload_weights(weights_iterator=iter(part.items()))
