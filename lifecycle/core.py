@@ -546,7 +546,7 @@ class Core:
 
     def _added(self, call: Call) -> str:
         engine_id: Any = self.engine.add(call)
-        if not isinstance(engine_id, str) or not self.ledger.is_new_handle(engine_id):
+        if not isinstance(engine_id, str) or not self.ledger.is_new_handle(engine_id, call.request_id):
             raise RuntimeError(f"add() returned {engine_id!r} as the id of {call.request_id}")
         return str(engine_id)
 

@@ -91,9 +91,13 @@ class Ledger:
         """Whether this id has not come to its end yet."""
         return request_id in self.in_flight or request_id in self.held or request_id in self.undelivered
 
-    def is_new_handle(self, name: str) -> bool:
-        """Whether no live request goes by this engine id."""
-        return name not in self._handles
+    def is_new_handle(self, name: str, request_id: str) -> bool:
+        """Whether no other live request goes by this engine id, nor this one inside the engine.
+
+        A handle that outlived the engine that gave it may come again from the next.
+        """
+        known = self._handles.get(name)
+        return known is None or (known.request_id == request_id and not known.engine_id)
 
     def records(self) -> Iterator[Record]:
         """All live requests."""

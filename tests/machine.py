@@ -180,6 +180,8 @@ class Machine(RuleBasedStateMachine):
         if isinstance(seen, EngineFailed):
             assert snapshot.state == "failed"
             self.requests.may_end(seen.in_flight, "error")
+            if seen.call == "step":
+                self.requests.may_vanish(seen.in_flight)
         self.look()
         self.bench.resync(snapshot, loading=name in LOADS)
 
@@ -295,6 +297,8 @@ class Machine(RuleBasedStateMachine):
     )
     def sleep_with_a_visitor(self, mode, level, at, visit, data):
         """During the drain (at None: at its end) another thread comes, or the progress callback raises."""
+        if visit == "close" and not self.bench.rebuildable:
+            visit = "wake"  # an attached engine is only let go of, and not while something is held
         visitor = getattr(self, f"visit_and_{visit}")
         lifecycle, held = self.bench.lifecycle, None
 

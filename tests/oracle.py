@@ -81,7 +81,11 @@ class Requests:
         self._may_end[reason].update(names)
 
     def may_vanish(self, names: Iterable[str]) -> None:
-        """A fault struck their own caller's abort: an end may come, and need not."""
+        """An end may come, and need not, or in part: the engine had let go of them when it failed.
+
+        It failed in their own caller's abort, or in a step whose outputs went down with it; the
+        error named them.
+        """
         self._may_vanish.update(names)
 
     def lost(self) -> list[str]:
@@ -120,6 +124,8 @@ class Requests:
         self.finished += 1
         for index, sample in enumerate(asked.samples):
             where = f"{asked.request_id}[{index}]"
+            if sample.reason is None and asked.request_id in self._may_vanish:
+                continue
             assert sample.reason is not None, f"{where} was said to be finished and gave no reason"
             if sample.reason in self._may_end:
                 allowed = asked.request_id in self._may_end[sample.reason]
@@ -330,6 +336,8 @@ class World:
         self.before = None
         if self.loaded:
             self.cured()
+        elif not self.tainted:
+            self.discarded = True  # something in between lost what it did not bring
 
     def update_failed(self) -> None:
         self.tainted, self.before, self.torn = True, None, True

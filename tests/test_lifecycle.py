@@ -332,6 +332,22 @@ def test_a_reload_without_a_hole_is_served():
     run.sound()
 
 
+def test_a_recovered_engine_may_give_a_held_request_the_id_it_had():
+    """A handle outlives its engine; that the next engine counts from the beginning is no failure."""
+    run = Run()
+    run.engine = None
+    run.lifecycle = Lifecycle(lambda: run.__dict__.update(engine=SimulatedEngine()) or run.engine, sinks=())
+    run.add("r")
+    run.lifecycle.sleep(1)
+    run.engine.faults.add("wake_up", raises=RuntimeError("lost"))
+    with pytest.raises(EngineFailed):
+        run.lifecycle.wake_up()
+    assert run.lifecycle.recover() == ("r",)
+    run.finish()
+    run.right("r")
+    run.sound()
+
+
 def test_a_deadline_never_rolls_back_an_abort(run):
     """mode="abort" has ended everything before a deadline could pass: the sleep goes on."""
     report = run.lifecycle.sleep(1, "abort", max_steps=0)
