@@ -44,7 +44,6 @@ NEVER_ENDS = 5_000  # steps after which a run that should end has not
 # What an engine is in when the lifecycle gets hold of it. "small" may hold two requests only.
 FOUND = ("awake", "asleep 1", "asleep 2", "paused", "dummy", "half", "busy", "small")
 LOADS = frozenset({"reload", "rpc", "part", "hole", "fails", "update_begin", "update_end", "unseen", "mark"})
-LOOKS = frozenset({"add", "step"})  # calls before which the library looks for an unseen load
 
 
 # -- what was reached ----------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         self.look()
         before = self.bench.lifecycle.snapshot()
         inside = self.world.physical.inside
-        if name in LOOKS:
+        if name == "add":  # the library looks first whether somebody loaded the weights unseen
             self.world.looks_before_serving()
         result = error = None
         try:

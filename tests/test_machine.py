@@ -159,7 +159,7 @@ class SimulatedBench:
         world.discarded = snapshot.weights == "discarded"
         world.tainted = snapshot.weights == "tainted"
         if loading or not world.tainted:
-            world.before = None
+            world.before, world.torn = None, world.tainted
 
     # -- what the rules draw ---------------------------------------------------------------------------
 
