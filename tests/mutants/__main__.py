@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: does any test notice?
+"""Whether any test notices a planted fault: `python -m tests.mutants`.
 
 Each mutant (see `operators`) is planted and judged (see `judge`) by the tests that run
 the line it changes, quickest first. At least 90 % must be *killed*: a test fails, or hangs
@@ -12,7 +12,6 @@ at import, as all of the table does, is judged by every test that uses its modul
 import argparse
 import ast
 import hashlib
-import importlib
 import json
 import os
 import selectors
@@ -20,12 +19,16 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# What the children need and would otherwise import one by one; nothing of the project.
 import hypothesis
+import pytest_asyncio
+import structlog
+import transitions
 
 from tests.mutants import judge
 from tests.mutants.operators import Mutant, mutants
@@ -40,12 +43,13 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These judge nothing: they look at sources and pages, not at behaviour; or run very long, so that another kills first.
+# These look at sources and pages, not at behaviour; the last is a run of many random steps, too long for a judge.
 NOT_JUDGES = ("test_docs.py", "test_imports.py", "test_mutants.py", "test_soak.py")
 ENOUGH = 0.9
+INHERITED = (pytest_asyncio, structlog, transitions)
 CACHE = Path(".cache/mutants")
-# A test is taken to hang after ten times what it took without a mutant, and some seconds more.
-PATIENCE_S, PATIENCE_TIMES = 15.0, 10.0
+# A test is taken to hang after so many times what it took without a mutant, and some seconds more.
+PATIENCE = 10.0
 
 
 class Verdict(NamedTuple):
@@ -98,7 +102,7 @@ def look(files: list[str], tests: list[str], marker: str) -> Survey:
         say(f"running the tests once without a mutant, to see which runs what ({', '.join(files)})")
         told = []
         pid, reads = judge.fork(lambda tell: judge.survey(files, tests, marker, tell))
-        with open(reads) as lines:
+        with os.fdopen(reads) as lines:
             for line in lines:
                 told.append(line)
                 what = json.loads(line)
@@ -138,7 +142,7 @@ class _Case:
 
 
 def trials(
-    queue: Iterable[tuple[Mutant, list[str]]], seconds: Mapping[str, float], jobs: int
+    queue: Iterable[tuple[Mutant, list[str]]], seconds: Mapping[str, float], jobs: int, patience: float
 ) -> Iterator[tuple[Mutant, Verdict]]:
     """Judge the mutants, `jobs` at a time; each with its verdict, as they come."""
     waiting = iter(queue)
@@ -151,7 +155,7 @@ def trials(
                         yield mutant, Verdict("survived", "no test runs it")
                         continue
                     pid, reads = judge.fork(
-                        lambda tell, mutant=mutant, tests=tests: judge.judge(mutant.file, mutant.source, tests, tell)
+                        lambda tell, mutant=mutant, tests=tests: judge.judge(mutant, tests, tell)
                     )
                     case = _Case(mutant, pid, since=time.monotonic())
                     selector.register(reads, selectors.EVENT_READ, case)
@@ -161,8 +165,8 @@ def trials(
                     _listen(key.data, os.read(key.fd, 1 << 16))
                 for key in list(selector.get_map().values()):
                     case = key.data
-                    patience = PATIENCE_S + PATIENCE_TIMES * seconds.get(case.at, 1.0)
-                    if case.verdict is None and time.monotonic() - case.since > patience:
+                    limit = patience + PATIENCE * seconds.get(case.at, 1.0)
+                    if case.verdict is None and time.monotonic() - case.since > limit:
                         case.verdict = Verdict("timeout", case.at or "at import")
                     if case.verdict is not None:
                         selector.unregister(key.fd)
@@ -190,17 +194,23 @@ def _listen(case: _Case, told: bytes) -> None:
                 case.verdict = Verdict(word, what[word])
 
 
-def build_engine() -> None:
-    """A vLLM engine in this process, for the children to inherit: each gets it new, and none waits for it."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
+def build_engine() -> list[Any]:
+    """A vLLM engine in this process, for the children to inherit: each has it new, and none waits for it.
+
+    Returns what must stay referenced. A child that shuts the engine down would otherwise destroy
+    process groups whose threads did not come through the fork.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # nor would those of torch
     from tests import engines
 
     house = engines.House()
     house.llm()
     engines.House = lambda: house
     import torch
+    from torch.distributed import distributed_c10d
 
     torch.set_num_threads(1)
+    return [house, *distributed_c10d._world.pg_map]
 
 
 def say(line: str) -> None:
@@ -223,7 +233,9 @@ def main() -> int:
     return report(verdicts, _read_survivors(options.survivors), whole=not options.sample)
 
 
-def _judged(found: Mapping[str, list[Mutant]], options: argparse.Namespace) -> Iterator[tuple[Mutant, Verdict]]:
+def _judged(
+    found: Mapping[str, list[Mutant]], options: argparse.Namespace
+) -> Iterator[tuple[Mutant, Verdict]]:
     tests = sorted(str(path) for given in options.tests for path in _test_files(Path(given)))
     state = hashlib.sha256(b"".join(Path(test).read_bytes() for test in tests)).hexdigest()[:16]
     log = CACHE / "verdicts.jsonl"
@@ -241,17 +253,17 @@ def _judged(found: Mapping[str, list[Mutant]], options: argparse.Namespace) -> I
             new = [mutant for mutant in every if mutant.digest not in known]
             if not new:
                 continue
-            if marker == "vllm":
-                build_engine()
+            inherited = build_engine() if marker == "vllm" else []
             survey = look(files, tests, marker)
             spans = {file: statements(Path(file).read_text()) for file in files}
             queue = ((mutant, survey.judges(mutant, spans[mutant.file])) for mutant in new)
-            for mutant, verdict in trials(queue, survey.seconds, options.jobs):
+            for mutant, verdict in trials(queue, survey.seconds, options.jobs, options.patience):
                 say(f"{_line(mutant)}   {verdict.word} {verdict.by}")
                 entry = {"mutant": mutant.digest, "tests": state, "word": verdict.word, "by": verdict.by}
                 out.write(json.dumps(entry) + "\n")
                 out.flush()
                 yield mutant, verdict
+            del inherited
 
 
 def _test_files(given: Path) -> list[Path]:
@@ -262,7 +274,7 @@ def _test_files(given: Path) -> list[Path]:
 def _read_survivors(path: Path) -> dict[tuple[str, str, str, str], str]:
     if not path.exists():
         return {}
-    entries = tomllib.loads(path.read_text())["survivor"]
+    entries = tomllib.loads(path.read_text()).get("survivor", [])
     return {
         (entry["file"], entry["where"], entry["before"], entry["after"]): entry["reason"] for entry in entries
     }
@@ -310,8 +322,15 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--file", action="append", help="mutate only this file; may be given again")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="children at a time")
-    parser.add_argument("--resume", action="store_true", help="keep the verdicts of the last run that still hold")
-    parser.add_argument("--sample", type=int, metavar="N", help="only about N mutants of each file, evenly spread")
+    parser.add_argument(
+        "--patience", type=float, default=15.0, help="seconds that a hang may take beyond its due"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the verdicts of the last run that still hold"
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="only about N mutants of each file, evenly spread"
+    )
     parser.add_argument("--list", action="store_true", help="only list the mutants")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="where the judges are")
     parser.add_argument("--survivors", type=Path, default=Path(__file__).with_name("survivors.toml"))

@@ -27,6 +27,8 @@ from typing import Any
 import coverage
 import pytest
 
+from tests.mutants.operators import Mutant
+
 Tell = Callable[..., None]
 
 
@@ -120,9 +122,9 @@ def end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def judge(file: str, source: str, tests: Iterable[str], tell: Tell) -> None:
+def judge(mutant: Mutant, tests: Iterable[str], tell: Tell) -> None:
     """Run these tests, in this order, on the mutant. In a child."""
-    loader = _Planted(file, source)
+    loader = _Planted(mutant.file, mutant.source)
     sys.meta_path.insert(0, _Finder(loader))
     try:
         importlib.import_module(loader.name)
@@ -154,6 +156,10 @@ def survey(files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell) 
 
 
 def _run_pytest(files: list[str], clerk: _Clerk, *options: str) -> None:
+    off = ["no:cacheprovider", "no:faulthandler"]
     # pytest would rather import its plugins itself: the parent did.
-    quiet = ["-p", "no:cacheprovider", "--timeout=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    pytest.main([*quiet, "--continue-on-collection-errors", *options, *files], plugins=[clerk])
+    quiet = ["--timeout=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    pytest.main(
+        [*(f"-p{plugin}" for plugin in off), *quiet, "--continue-on-collection-errors", *options, *files],
+        plugins=[clerk],
+    )

@@ -18,7 +18,7 @@ import copy
 import difflib
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import parso
@@ -26,60 +26,57 @@ from cosmic_ray.operators.provider import OperatorProvider
 
 _BUILTIN = OperatorProvider()
 # Of ten ways to alter a comparison: its negation, and its neighbour at the boundary.
-CLASSICAL = tuple(
-    (name, _BUILTIN[name]())
-    for name in (
-        *(
-            f"ReplaceComparisonOperator_{pair}"
-            for pair in (
-                "Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt"
-            ).split()
-        ),
-        *(
-            f"ReplaceBinaryOperator_{pair}"
-            for pair in "Add_Sub Sub_Add Mul_Div Div_Mul BitOr_BitAnd BitAnd_BitOr".split()
-        ),
-        "ReplaceUnaryOperator_Delete_Not",
-        "ReplaceUnaryOperator_Delete_USub",
-        "ReplaceAndWithOr",
-        "ReplaceOrWithAnd",
-        "ReplaceTrueWithFalse",
-        "ReplaceFalseWithTrue",
-        "ReplaceBreakWithContinue",
-        "ReplaceContinueWithBreak",
-        "ExceptionReplacer",
-        "NumberReplacer",
-        "RemoveDecorator",
-        "ZeroIterationForLoop",
+_NAMES = """
+ReplaceComparisonOperator_Eq_NotEq ReplaceComparisonOperator_NotEq_Eq
+ReplaceComparisonOperator_Is_IsNot ReplaceComparisonOperator_IsNot_Is
+ReplaceComparisonOperator_Lt_LtE ReplaceComparisonOperator_Lt_GtE
+ReplaceComparisonOperator_LtE_Lt ReplaceComparisonOperator_LtE_Gt
+ReplaceComparisonOperator_Gt_GtE ReplaceComparisonOperator_Gt_LtE
+ReplaceComparisonOperator_GtE_Gt ReplaceComparisonOperator_GtE_Lt
+ReplaceBinaryOperator_Add_Sub ReplaceBinaryOperator_Sub_Add
+ReplaceBinaryOperator_Mul_Div ReplaceBinaryOperator_Div_Mul
+ReplaceBinaryOperator_BitOr_BitAnd ReplaceBinaryOperator_BitAnd_BitOr
+ReplaceUnaryOperator_Delete_Not ReplaceUnaryOperator_Delete_USub
+ReplaceAndWithOr ReplaceOrWithAnd ReplaceTrueWithFalse ReplaceFalseWithTrue
+ReplaceBreakWithContinue ReplaceContinueWithBreak
+ExceptionReplacer NumberReplacer RemoveDecorator ZeroIterationForLoop
+"""
+CLASSICAL = {name: _BUILTIN[name]() for name in _NAMES.split()}
+NEGATIONS = ("_Eq_NotEq", "_NotEq_Eq", "_Is_IsNot", "_IsNot_Is", "_Delete_Not")
+
+# Names that are easily taken for one another: each is replaced by the next of its family.
+FAMILIES = [
+    family.split()
+    for family in (
+        "_A _R _D _S _P _F _C",
+        "WEIGHTS KV_CACHE SCHEDULING",
+        "MEMORY_TAGS TAGS",
+        "SERVING ALIVE ASLEEP",
     )
-)
-# Names that stand for one another's mistakes: each is replaced by the next of its family.
-FAMILIES = (
-    ("_A", "_R", "_D", "_S", "_P", "_F", "_C"),
-    ("WEIGHTS", "KV_CACHE", "SCHEDULING"),
-    ("MEMORY_TAGS", "TAGS"),
-    ("SERVING", "ALIVE", "ASLEEP"),
-)
+]
 # And members of these: `State.AWAKE` by `State.RUNNING`.
 MEMBERS = {
-    "State": "AWAKE RUNNING DRAINING SLEEPING PARTIALLY_AWAKE FAILED CLOSED".split(),
-    "Weights": "VALID DISCARDED TAINTED".split(),
-    "Need": "NOTHING ALIVE QUIET SERVING WEIGHTS LOADING SLEEP WAKE RELEASE FAILED ABORT MACHINE".split(),
-    "Trigger": (
-        "ATTACH ADMIT SETTLE DRAIN ROLL_BACK SLEPT DEEPEN RESLEEP RELEASE_KV WAKE WEIGHTS_VALID "
-        "WEIGHTS_TAINTED FAIL RECOVER CLOSE"
-    ).split(),
-    "PauseState": "UNPAUSED PAUSED_ALL".split(),
-    "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY".split(),
-    "FinishReason": "ABORT STOP".split(),
+    name: members.split()
+    for name, members in {
+        "State": "AWAKE RUNNING DRAINING SLEEPING PARTIALLY_AWAKE FAILED CLOSED",
+        "Weights": "VALID DISCARDED TAINTED",
+        "Need": "NOTHING ALIVE QUIET SERVING WEIGHTS LOADING SLEEP WAKE RELEASE FAILED ABORT MACHINE",
+        "Trigger": "ATTACH ADMIT SETTLE DRAIN ROLL_BACK SLEPT DEEPEN RESLEEP RELEASE_KV WAKE WEIGHTS_VALID "
+        "WEIGHTS_TAINTED FAIL RECOVER CLOSE",
+        "PauseState": "UNPAUSED PAUSED_ALL",
+        "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY",
+        "FinishReason": "ABORT STOP",
+    }.items()
 }
+_NEXT = {name: family[(place + 1) % len(family)] for family in FAMILIES for place, name in enumerate(family)}
+
 # Assignments that hold words, or what only a type checker and an import read.
 TEXT = {"MEANINGS", "TABLE_VERSION", "__all__", "__slots__"}
 # Calls whose keywords are words about something that happened.
-TELLS = {"emit", "emit_repeatable", "fire", "refuse", "invalid", "note_progress", "note_memory", "kind", "super"}
-NEGATIONS = ("_Eq_NotEq", "_NotEq_Eq", "_Is_IsNot", "_IsNot_Is")
-_NEXT = {family[i]: family[(i + 1) % len(family)] for family in FAMILIES for i in range(len(family))}
-_IMPORTS = ("import_name", "import_from")
+TELLS = {"emit", "emit_repeatable", "fire", "refuse", "invalid", "note_progress", "note_memory", "kind"}
+
+# An edit: the operator's name, where it begins and ends, and the new text.
+Edit = tuple[str, tuple[int, int], tuple[int, int], str]
 
 
 class Mutant(NamedTuple):
@@ -113,15 +110,12 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
-
-    def offset(position: tuple[int, int]) -> int:
-        return starts[position[0] - 1] + position[1]
-
-    seen = {source}
     guards = re.findall(r'^    "(\w+)": \(', source, re.MULTILINE) if "GUARDS" in source else []
+    seen = {source}
     for node in _worth(parso.parse(source)):
-        for operator, start, end, text in (*_classical(node), *_own(node, guards)):
-            mutated = source[: offset(start)] + text + source[offset(end) :]
+        for operator, start, end, text in (*_classical(node), *_own(node), *_guards(node, guards)):
+            from_, to = (starts[line - 1] + column for line, column in (start, end))
+            mutated = source[:from_] + text + source[to:]
             if mutated not in seen:
                 seen.add(mutated)
                 before, after = _difference(lines, mutated.splitlines(keepends=True))
@@ -130,25 +124,27 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
 
 def _worth(node: Any) -> Iterator[Any]:
     """The nodes whose mutation could change what the program does."""
-    if node.type in (*_IMPORTS, "strings", "string", "fstring"):
+    if node.type in {"import_name", "import_from", "strings", "string", "fstring"}:
         return
-    if node.type == "if_stmt" and node.children[1].get_code(include_prefix=False) == "TYPE_CHECKING":
+    if node.type == "if_stmt" and _code(node.children[1]) == "TYPE_CHECKING":
         return
-    if node.type == "expr_stmt" and node.children[0].get_code(include_prefix=False) in TEXT:
+    if node.type == "expr_stmt" and _code(node.children[0]) in TEXT:
         return
     if node.parent is not None:
         yield node
-    annotation = False
+    marks = {"annassign": ":", "tfpdef": ":", "funcdef": "->"}
+    before = None
     for child in getattr(node, "children", ()):
-        if not annotation:
+        if before is None or before != marks.get(node.type):  # else it is an annotation
             yield from _worth(child)
-        annotation = node.type in ("annassign", "tfpdef", "funcdef") and child in (":", "->")
-        annotation = annotation and not (node.type == "funcdef" and child == ":")
+        before = child
 
 
-def _classical(node: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    for name, operator in CLASSICAL:
-        if (_is_negation(name) and _in_condition(node)) or (name.endswith("Mul_Div") and node.parent.type != "term"):
+def _classical(node: Any) -> Iterator[Edit]:
+    for name, operator in CLASSICAL.items():
+        if name.endswith(NEGATIONS) and _in_condition(node):
+            continue
+        if name.endswith("_Mul_Div") and node.parent.type != "term":  # the star of a parameter
             continue
         for index, _ in enumerate(operator.mutation_positions(node)):
             if index and name == "NumberReplacer":  # one more is enough: one less is seldom another mistake
@@ -157,7 +153,136 @@ def _classical(node: Any) -> Iterator[tuple[str, Any, Any, str]]:
             if mutated is None:
                 yield name, node.get_start_pos_of_prefix(), node.end_pos, ""
             else:
-                yield name, node.start_pos, node.end_pos, mutated.get_code(include_prefix=False)
+                yield name, node.start_pos, node.end_pos, _code(mutated)
+
+
+def _own(node: Any) -> Iterator[Edit]:
+    parent = node.parent
+
+    def become(operator: str, text: str) -> Edit:
+        return operator, node.start_pos, node.end_pos, text
+
+    if parent.type == "simple_stmt" and _can_be_forgotten(node):
+        yield become("ForgetStatement", "pass")
+    if _is_condition(node):
+        yield become("ConditionFalse", "False")
+        if parent.type != "while_stmt":
+            yield become("ConditionTrue", "True")
+    if parent.type == "comparison" and not _in_condition(parent) and _code(node) in {"in", "not in"}:
+        yield become("NegateIn", "not in" if _code(node) == "in" else "in")
+    if node.type == "argument" and _is_named_argument(node):
+        yield "DropArgument", *_with_comma(node), ""
+    if node.type == "name" and node.value in _NEXT and not _is_assigned(node):
+        yield become("SwapName", _NEXT[node.value])
+    if node.type == "atom_expr" and (family := _family(node)):
+        owner, member = _code(node).split(".")
+        yield become("SwapMember", f"{owner}.{family[(family.index(member) + 1) % len(family)]}")
+    if node.type in {"testlist_comp", "dictorsetmaker"} and parent.parent.type != "dictorsetmaker":
+        yield from _elements(node)
+
+
+def _guards(node: Any, guards: Sequence[str]) -> Iterator[Edit]:
+    """In a row of the table, a guard is taken for the next one."""
+    if node.type == "string" or not guards:
+        return
+    if node.type == "arglist" and _code(node.parent.parent).startswith("Rule("):
+        for child in node.children:
+            guard = child.children[-1] if child.type == "argument" else child
+            if guard.type == "string" and guard.value[1:-1] in guards:
+                other = guards[(guards.index(guard.value[1:-1]) + 1) % len(guards)]
+                yield "SwapGuard", guard.start_pos, guard.end_pos, f'"{other}"'
+
+
+def _elements(node: Any) -> Iterator[Edit]:
+    """An entry of a literal collection is forgotten; not the only one, for without it there is no collection.
+
+    The entries of a table of records are not: without one every look-up of it fails.
+    """
+    if node.children[-1].type in {"comp_for", "sync_comp_for"}:
+        return
+    entries: list[list[Any]] = [[]]
+    for child in node.children:
+        entries[-1].append(child)
+        if child == ",":
+            entries.append([])
+    entries = [entry for entry in entries if entry]
+    for entry in entries if len(entries) > 1 else ():
+        # A member in the place of a value is taken for another instead.
+        if ":" not in entry or entry[2].type not in {"atom", "atom_expr"}:
+            yield "DropElement", entry[0].start_pos, entry[-1].end_pos, ""
+
+
+def _can_be_forgotten(node: Any) -> bool:
+    """A call for its effect, an assignment to something that outlives the function, a raise, a del.
+
+    Not where a condition that is forced to be false forgets it too, and not in `__init__`,
+    where an attribute that was never made is no mistake that could live for a minute.
+    """
+    suite = node.parent.parent
+    alone = suite.type == "suite" and len(suite.children) == len(["newline", "statement"])
+    if alone and suite.parent.type == "if_stmt" and "else" not in suite.parent.children:
+        if "elif" not in suite.parent.children:
+            return False
+    if node.type != "expr_stmt":
+        return node.type in {"raise_stmt", "del_stmt", "atom_expr"}
+    function = parso.tree.search_ancestor(node, "funcdef")
+    if function is not None and function.name.value == "__init__":
+        return False
+    target, sign = node.children[:2]
+    if sign.type == "operator" and sign != "=":
+        return True
+    targets = target.children[::2] if target.type == "testlist_star_expr" else [target]
+    return all(each.type == "atom_expr" for each in targets)
+
+
+def _is_condition(node: Any) -> bool:
+    before, parent = node.get_previous_sibling(), node.parent
+    if parent.type in {"if_stmt", "while_stmt", "comp_if"}:
+        return before in ("if", "elif", "while")
+    return parent.type == "test" and before == "if"
+
+
+def _in_condition(node: Any) -> bool:
+    """Part of a condition that is forced both ways, and whose `and` and `or` are swapped: enough of it."""
+    parts = {"not_test", "and_test", "or_test", "comparison", "atom"}
+    while node.parent is not None and node.parent.type in parts:
+        node = node.parent
+    return node.parent is not None and _is_condition(node)
+
+
+def _is_named_argument(node: Any) -> bool:
+    """Of a call that acts; those of a class make a record, and those of `TELLS` say what happened."""
+    if node.parent.type != "arglist" or node.children[1] != "=":
+        return False
+    name = re.split(r"\W", _code(node.parent.parent.parent).partition("(")[0])[-1]
+    return name.islower() and name not in TELLS
+
+
+def _with_comma(node: Any) -> tuple[Any, Any]:
+    """The span of an argument and of its comma."""
+    comma = node.get_next_sibling()
+    if comma is not None:
+        return node.start_pos, comma.end_pos
+    return node.get_previous_sibling().start_pos, node.end_pos
+
+
+def _family(node: Any) -> Sequence[str]:
+    """The members that `State.AWAKE` and the like could be taken for."""
+    owner, _, member = _code(node).partition(".")
+    family = MEMBERS.get(owner, ())
+    return family if member in family else ()
+
+
+def _is_assigned(node: Any) -> bool:
+    """The name is bound here, or is an attribute or a keyword."""
+    parent, before = node.parent, node.get_previous_sibling()
+    if parent.type in {"trailer", "param", "tfpdef", "exprlist"}:
+        return before not in ("(", "[")
+    if parent.type == "argument":
+        return before is None
+    if parent.type in {"expr_stmt", "testlist_star_expr"}:
+        return bool(node.is_definition())
+    return parent.type in {"sync_comp_for", "for_stmt"} and before == "for"
 
 
 def _alone(node: Any) -> Any:
@@ -168,131 +293,9 @@ def _alone(node: Any) -> Any:
     return alone
 
 
-def _own(node: Any, guards: list[str]) -> Iterator[tuple[str, Any, Any, str]]:
-    kind, parent = node.type, node.parent
-
-    def whole(operator: str, text: str) -> tuple[str, Any, Any, str]:
-        return operator, node.start_pos, node.end_pos, text
-
-    if parent.type == "simple_stmt" and _forgettable(node):
-        yield whole("ForgetStatement", "pass")
-    if _is_condition(node, parent):
-        yield whole("ConditionFalse", "False")
-        if parent.type != "while_stmt":
-            yield whole("ConditionTrue", "True")
-    if parent.type == "comparison" and node == "in" and not _in_condition(parent):
-        yield whole("InToNotIn", "not in")
-    if kind == "comp_op" and node.get_code(include_prefix=False) == "not in" and not _in_condition(parent):
-        yield whole("NotInToIn", "in")
-    if kind == "argument" and parent.type == "arglist" and _is_of_a_method(parent) and node.children[1] == "=":
-        yield "DropArgument", *_without(node, parent), ""
-    if kind == "name" and node.value in _NEXT and not _is_binding(node):
-        yield whole("SwapName", _NEXT[node.value])
-    if kind == "name" and parent.type == "trailer" and parent.children[0] == ".":
-        family = MEMBERS.get(parent.get_previous_sibling().get_code(include_prefix=False), ())
-        if node.value in family:
-            yield whole("SwapMember", family[(family.index(node.value) + 1) % len(family)])
-    if kind in ("testlist_comp", "dictorsetmaker") and parent.parent.type != "dictorsetmaker":
-        yield from _elements(node)
-    if kind == "arglist" and "Rule" in parent.parent.get_code():
-        for child in node.children:
-            guard = child.children[-1] if child.type == "argument" else child
-            if guard.type == "string" and guard.value[1:-1] in guards:
-                other = guards[(guards.index(guard.value[1:-1]) + 1) % len(guards)]
-                yield "SwapGuard", guard.start_pos, guard.end_pos, f'"{other}"'
-
-
-def _elements(node: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """An entry of a literal collection is forgotten; not the only one, for without it there is no collection.
-
-    The entries of a table of records are not: without one every look-up of it fails.
-    """
-    if node.children[-1].type in ("comp_for", "sync_comp_for"):
-        return
-    entries: list[list[Any]] = [[]]
-    for child in node.children:
-        entries[-1].append(child)
-        if child == ",":
-            entries.append([])
-    entries = [entry for entry in entries if entry]
-    if len(entries) > 1:
-        for entry in entries:
-            if ":" in entry and (_is_member(entry[2]) or entry[2].type in ("atom", "atom_expr")):
-                continue  # a member is taken for another instead
-            yield "DropElement", entry[0].start_pos, entry[-1].end_pos, ""
-
-
-def _without(node: Any, parent: Any) -> tuple[Any, Any]:
-    """The span of an argument and of its comma."""
-    place = parent.children.index(node)
-    if place + 1 < len(parent.children):
-        return node.start_pos, parent.children[place + 1].end_pos
-    return parent.children[place - 1].start_pos, node.end_pos
-
-
-def _is_member(node: Any) -> bool:
-    """`Need.ALIVE` and the like."""
-    code = node.get_code(include_prefix=False).split(".")
-    return len(code) == 2 and code[1] in MEMBERS.get(code[0], ())
-
-
-def _is_of_a_method(arguments: Any) -> bool:
-    """Of a call that acts; those of a class make a record, and those of `TELLS` say what happened."""
-    call = arguments.parent.parent
-    name = re.split(r"\W", call.get_code(include_prefix=False).partition("(")[0])[-1]
-    return name.islower() and name not in TELLS
-
-
-def _is_negation(operator: str) -> bool:
-    return operator == "ReplaceUnaryOperator_Delete_Not" or operator.endswith(NEGATIONS)
-
-
-def _in_condition(node: Any) -> bool:
-    """Part of a condition that is forced both ways, and whose `and` and `or` are swapped: enough of it."""
-    while node.parent is not None and node.parent.type in ("not_test", "and_test", "or_test", "comparison", "atom"):
-        node = node.parent
-    return node.parent is not None and _is_condition(node, node.parent)
-
-
-def _forgettable(node: Any) -> bool:
-    """A call for its effect, an assignment to something that outlives the function, a raise, a del.
-
-    Not where a condition that is forced to be false forgets it too, and not in `__init__`,
-    where an attribute that was never made is no mistake that could live for a minute.
-    """
-    suite, branch = node.parent.parent, node.parent.parent.parent
-    if suite.type == "suite" and len(suite.children) == 2 and branch.type == "if_stmt" and len(branch.children) == 4:
-        return False
-    function = parso.tree.search_ancestor(node, "funcdef")
-    if node.type == "expr_stmt" and function is not None and function.name.value == "__init__":
-        return False
-    if node.type in ("raise_stmt", "del_stmt", "atom_expr", "assert_stmt"):
-        return True
-    if node.type != "expr_stmt":
-        return False
-    augmented = not isinstance(node.children[1], parso.python.tree.PythonNode) and node.children[1] != "="
-    targets = node.children[0]
-    each = targets.children[::2] if targets.type == "testlist_star_expr" else [targets]
-    return augmented or all(target.type == "atom_expr" for target in each)
-
-
-def _is_condition(node: Any, parent: Any) -> bool:
-    before = node.get_previous_sibling()
-    if parent.type in ("if_stmt", "while_stmt", "comp_if"):
-        return before in ("if", "elif", "while")
-    return parent.type == "test" and before == "if"
-
-
-def _is_binding(node: Any) -> bool:
-    """The name is being assigned, or is an attribute or a keyword."""
-    parent = node.parent
-    if parent.type in ("trailer", "param", "tfpdef", "exprlist"):
-        return node.get_previous_sibling() != "(" and node.get_previous_sibling() != "["
-    if parent.type == "argument":
-        return parent.children[0] is node
-    if parent.type in ("expr_stmt", "testlist_star_expr"):
-        return node.is_definition()
-    return parent.type in ("sync_comp_for", "for_stmt") and node.get_previous_sibling() == "for"
+def _code(node: Any) -> str:
+    code: str = node.get_code(include_prefix=False)
+    return code
 
 
 def _where(node: Any) -> str:
@@ -304,7 +307,8 @@ def _where(node: Any) -> str:
 
 def _difference(old: list[str], new: list[str]) -> tuple[str, str]:
     """What differs, as whole lines, with white space reduced."""
-    blocks = [op for op in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
-    first, last = blocks[0], blocks[-1]
-    before, after = old[first[1] : last[2]], new[first[3] : last[4]]
-    return " ".join("".join(before).split()), " ".join("".join(after).split())
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    blocks = [block for block in matcher.get_opcodes() if block[0] != "equal"]
+    _, from_, _, new_from, _ = blocks[0]
+    _, _, to, _, new_to = blocks[-1]
+    return " ".join("".join(old[from_:to]).split()), " ".join("".join(new[new_from:new_to]).split())
