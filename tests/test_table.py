@@ -1,5 +1,6 @@
 """The table itself, by properties that are stated independently of it, and its wiring."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -20,6 +21,7 @@ from lifecycle.table import (
     Need,
     Trigger,
     match,
+    may_begin,
     meets,
     rpc_need,
 )
@@ -163,3 +165,85 @@ def test_the_machine_is_wired_as_the_table_says(state, trigger):
         if has_rows:
             assert core._cursor.trigger(trigger) is (expected is not None)
         assert core._cursor.state is (expected.dest if expected else state)
+
+
+# -- every row, by one function in words ---------------------------------------------------------------
+
+
+def destination(trigger, source, facts):
+    """Where each trigger leads, from what the states mean: the oracle for the table's rows."""
+    alive = set(State) - {State.FAILED, State.CLOSED}
+    asleep = {State.SLEEPING, State.PARTIALLY_AWAKE}
+    good = facts.resident == MEMORY_TAGS and facts.weights is Weights.VALID
+    gone = facts.level is not None and not facts.resident
+    serves = State.RUNNING if facts.in_flight or facts.held else State.AWAKE
+    woken = State.SLEEPING if facts.paused else serves
+    found = serves if facts.level is None else State.SLEEPING if facts.level == 0 else None
+    found = found if good else State.SLEEPING if gone else State.PARTIALLY_AWAKE
+    ways = {
+        Trigger.ATTACH: ({None}, found),
+        Trigger.RECOVER: ({State.FAILED}, found),
+        Trigger.ADMIT: ({State.AWAKE}, State.RUNNING if serves is State.RUNNING else None),
+        Trigger.SETTLE: ({State.RUNNING}, State.AWAKE if serves is State.AWAKE else None),
+        Trigger.DRAIN: ({State.AWAKE, State.RUNNING}, State.DRAINING),
+        Trigger.ROLL_BACK: ({State.DRAINING}, serves),
+        Trigger.SLEPT: ({State.DRAINING}, State.SLEEPING),
+        Trigger.DEEPEN: ({State.SLEEPING}, State.SLEEPING if gone else None),
+        Trigger.RESLEEP: ({State.PARTIALLY_AWAKE}, State.SLEEPING if gone else None),
+        Trigger.RELEASE_KV: ({State.SLEEPING}, None if good else State.PARTIALLY_AWAKE),
+        Trigger.WAKE: (asleep, woken if good else State.PARTIALLY_AWAKE),
+        Trigger.WEIGHTS_VALID: (
+            {State.PARTIALLY_AWAKE},
+            (State.SLEEPING if facts.level == 0 else woken) if good else State.PARTIALLY_AWAKE,
+        ),
+        Trigger.WEIGHTS_TAINTED: ({State.AWAKE, State.SLEEPING}, None if good else State.PARTIALLY_AWAKE),
+        Trigger.FAIL: (alive, State.FAILED),
+        Trigger.CLOSE: (set(State) - {State.CLOSED}, State.CLOSED),
+    }
+    sources, dest = ways[trigger]
+    return dest if source in sources else None
+
+
+@pytest.mark.parametrize("trigger", list(Trigger))
+def test_every_trigger_leads_where_the_states_meanings_say(trigger):
+    """A state is entered exactly where what it means is so; no trigger leads anywhere else."""
+    for source, facts in itertools.product((None, *State), every_fact()):
+        if facts.can_resleep:
+            rule = match(trigger, source, facts)
+            assert (rule and rule.dest) is destination(trigger, source, facts), (source, facts)
+
+
+def test_where_a_guard_of_its_own_comes_before_the_effect():
+    """Deepening needs a pause, a kv release an idle one, a sleep from half awake an engine that really does it."""
+    for facts in every_fact():
+        pause = facts.level == 0 and facts.resident == MEMORY_TAGS
+        for trigger, source in itertools.product(Trigger, State):
+            if trigger is Trigger.ATTACH:
+                continue
+            expected = any(destination(trigger, source, other) for other in (facts, *BOTH_ENDS))
+            if (trigger, source) == (Trigger.DEEPEN, State.SLEEPING):
+                expected = pause
+            elif (trigger, source) == (Trigger.RELEASE_KV, State.SLEEPING):
+                expected = pause and not facts.in_flight
+            elif (trigger, source) == (Trigger.RESLEEP, State.PARTIALLY_AWAKE):
+                expected = facts.can_resleep
+            assert may_begin(trigger, source, facts) is expected, (trigger, source, facts)
+
+
+# Facts after which each trigger has taken effect in one case or the other.
+BOTH_ENDS = (
+    Facts(),
+    Facts(in_flight=1),
+    Facts(frozenset(), 1),
+    Facts(MEMORY_TAGS, None, Weights.TAINTED),
+)
+
+
+def test_facts_are_frozen_and_begin_as_an_idle_serving_engine():
+    """What guards read can't be changed under them; left out, every fact is that of an idle engine that serves."""
+    facts = Facts()
+    assert match(Trigger.ATTACH, None, facts).dest is State.AWAKE
+    assert (facts.resident, facts.paused, facts.can_resleep) == (MEMORY_TAGS, False, True)
+    assert (facts.in_flight, facts.held, facts.undelivered) == (0, 0, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts.level = 1
