@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_adapter.simulated import SimulatedEngine
+    from engine_adapter.simulated_llm import SimulatedLLM
     from engine_adapter.standin import attach
     from engine_adapter.vllm_inprocess import VllmInprocess
 
-__all__ = ["SimulatedEngine", "VllmInprocess", "attach"]
+__all__ = ["SimulatedEngine", "SimulatedLLM", "VllmInprocess", "attach"]
 
 _HOMES = {
     "attach": "engine_adapter.standin",
     "SimulatedEngine": "engine_adapter.simulated",
+    "SimulatedLLM": "engine_adapter.simulated_llm",
     "VllmInprocess": "engine_adapter.vllm_inprocess",
 }
 

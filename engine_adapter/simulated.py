@@ -20,21 +20,24 @@ or is poisoned, and writes a line to `misuse`, which a caller that swallows exce
 is misuse is stated here anew, without the lifecycle's table, so that a wrong table shows. `calls` lists
 what reached the engine and took effect.
 
-*Faults are scripted*: `engine.faults.add("step", at=3, raises=RuntimeError("lost"))`.
+*Faults are scripted*: `engine.faults.add("step", at=3, raises=RuntimeError("lost"))`, see
+`lifecycle.testing.faults`; those with an `effect` of the engine's own are listed in `EFFECTS`.
 """
 
 import functools
+import hashlib
 import threading
 import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar, cast
 
 from lifecycle.engine import Call, Capabilities, Condition, Found, Memory, Progress
 from lifecycle.table import KV_CACHE, LEVELS, MEMORY_TAGS, WEIGHTS, Weights
+from lifecycle.testing.faults import UNSET, Fault, Faults
 
 GIB: Final = 2**30
 MAX_MODEL_LEN: Final = 256
@@ -45,7 +48,6 @@ PARAMETERS: Final = (
 )
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _VOCABULARY: Final = 32_000
-_UNSET: Final = object()
 
 
 # -- Requests and outputs, shaped like vLLM's ------------------------------------------------------
@@ -61,7 +63,10 @@ class OutputKind(IntEnum):
 
 @dataclass(slots=True)
 class SamplingParams:
-    """What to generate. temperature and ignore_eos change nothing: there is no end-of-sequence token."""
+    """What to generate. temperature and ignore_eos change nothing: there is no end-of-sequence token.
+
+    vLLM's own `SamplingParams` are taken too, for the fields that are here.
+    """
 
     n: int = 1
     max_tokens: int | None = 16
@@ -78,6 +83,31 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+def _copy_params(params: Any) -> SamplingParams:
+    """Return a copy of ours, or of anything that has vLLM's fields."""
+    if isinstance(params, SamplingParams):
+        return replace(params, stop=list(params.stops))
+    if not (hasattr(params, "max_tokens") and hasattr(params, "n")):
+        raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+    given = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+    kind = given.pop("output_kind")
+    copied = SamplingParams(**given, output_kind=OutputKind(getattr(kind, "value", kind)))
+    return replace(copied, stop=list(copied.stops))
+
+
+class Logprob(float):
+    """A log probability: the number itself, and under the names that vLLM gives it."""
+
+    __slots__ = ()
+    rank = 1
+    decoded_token: str | None = None
+
+    @property
+    def logprob(self) -> float:
+        """The number."""
+        return float(self)
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample's part of an output. Lists of cumulative outputs are live, as in vLLM."""
@@ -85,7 +115,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, "Logprob"]] | None = None
     finish_reason: str | None = None
     stop_reason: str | None = None
 
@@ -123,22 +153,50 @@ class Garbage(int):
 NAN: Final = Garbage(0)
 
 
-def make_weights(version: int = 0) -> dict[str, int]:
+def make_weights(version: int = 0, parameters: Iterable[str] = PARAMETERS) -> dict[str, int]:
     """Return the contents of all parameters for a version; distinct versions give distinct tokens."""
-    return {name: _mix(version, place) for place, name in enumerate(PARAMETERS)}
+    return {name: _mix(version, place) for place, name in enumerate(parameters)}
+
+
+def contents(value: Any) -> int:
+    """Return what is kept of a parameter's value: an integer as it is, of all else a digest of its numbers.
+
+    Tensors are told by their methods, so that neither torch nor numpy is imported.
+    """
+    if isinstance(value, int):
+        return value
+    for method in ("detach", "double", "cpu", "numpy"):  # an array has none of them
+        value = getattr(value, method)() if hasattr(value, method) else value
+    numbers = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+    return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "big") | 1
 
 
 def _content(weights: Mapping[str, int]) -> int:
     return hash(tuple(weights.values())) | 1
 
 
+def encode(text: str) -> list[int]:
+    """Return the tokens of a text: one for each character, above the tokens that are generated."""
+    return [_VOCABULARY + ord(character) for character in text]
+
+
+def decode(token_ids: Iterable[int]) -> str:
+    """Return the text of tokens: a generated one is a small letter."""
+    return "".join(
+        chr(token - _VOCABULARY) if token >= _VOCABULARY else _LETTERS[token % len(_LETTERS)]
+        for token in token_ids
+    )
+
+
 def _tokenize(prompt: Any) -> tuple[str | None, list[int]]:
+    text = None
     if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        text = prompt.get("prompt")
+        prompt = prompt.get("prompt_token_ids", text)
     if isinstance(prompt, str):
-        return prompt, [ord(letter) for letter in prompt]
+        return prompt, encode(prompt)
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-        return None, list(prompt)
+        return text, list(prompt)
     raise TypeError(f"a prompt is a str, token ids or a mapping with either, not {type(prompt).__name__}")
 
 
@@ -157,7 +215,7 @@ class Request:
         self.held_back = max(map(len, self.stops), default=1) - 1
         self.base = _mix(*parent.prompt_token_ids, 0 if params.seed is None else params.seed, index)
         self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.text = ""
         self.text_offset = 0
         self.num_preemptions = 0
@@ -184,9 +242,9 @@ class Request:
     def append(self, token: int) -> tuple[str | None, str | None]:
         """Take a token and return finish and stop reason. One letter came: a stop string ends with it."""
         self.token_ids.append(token)
-        self.text += _LETTERS[token % len(_LETTERS)]
+        self.text += decode([token])
         if self.logprobs is not None:
-            self.logprobs.append({token: -(token % 97) / 10})
+            self.logprobs.append({token: Logprob(-(token % 97) / 10)})
         for stop in self.stops:
             if self.text.endswith(stop):
                 self.text = self.text[: -len(stop)]
@@ -269,8 +327,10 @@ def expected_tokens(
     return expected_output(prompt, params, sample, weights, max_model_len).token_ids
 
 
-# -- Faults ----------------------------------------------------------------------------------------
+# -- The engine ------------------------------------------------------------------------------------
 
+# The misbehaviours that a scripted fault can have, and the call that each belongs to. Those on outputs wait
+# for a step that has one.
 EFFECTS: Final = {
     "frees_nothing": "sleep",
     "tag_stays_asleep": "wake_up",
@@ -278,54 +338,6 @@ EFFECTS: Final = {
     "output_dropped": "step",
     "output_duplicated": "step",
 }
-
-
-@dataclass(slots=True)
-class Fault:
-    """One scripted fault: it strikes at the `at`-th matching call from now, once.
-
-    call: a method's name, a name passed to `call` or `collective_rpc`, or "*". when: "before" keeps
-    the call from taking effect, "after" lets it. hang: waited for first. returns: in place of the
-    result. effect: a key of `EFFECTS`; those on outputs wait for a step that has one.
-    """
-
-    call: str
-    at: int = 1
-    when: str = "before"
-    raises: BaseException | None = None
-    returns: Any = _UNSET
-    hang: threading.Event | None = None
-    effect: str = ""
-
-    def __post_init__(self) -> None:
-        if self.at < 1 or self.when not in {"before", "after"}:
-            raise ValueError(f"no such moment: at={self.at}, when={self.when!r}")
-        if self.effect and EFFECTS.get(self.effect) != self.call:
-            raise ValueError(f"{self.call} has no effect {self.effect!r}")
-
-
-class Faults(list[Fault]):
-    """The faults that have not struck yet."""
-
-    def add(self, call: str, **fields: Any) -> Fault:
-        """Script a `Fault`."""
-        fault = Fault(call, **fields)
-        self.append(fault)
-        return fault
-
-    def due(self, names: Sequence[str]) -> Fault | None:
-        """Count a call under these names and return the fault that strikes it."""
-        struck = None
-        for fault in list(self):
-            if fault.call == "*" or fault.call in names:
-                fault.at -= 1
-                if fault.at <= 0 and struck is None:
-                    self.remove(fault)
-                    struck = fault
-        return struck
-
-
-# -- The engine ------------------------------------------------------------------------------------
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -364,6 +376,8 @@ def _reaches_engine(method: _F) -> _F:
     @functools.wraps(method)
     def guarded(self: "SimulatedEngine", *args: Any, **kwargs: Any) -> Any:
         entered = self._inside.acquire(blocking=False)
+        if entered:
+            self._inside_thread = threading.get_ident()
         try:
             if not entered:
                 self.record_misuse(f"{name} while another call is inside the engine")
@@ -382,6 +396,7 @@ def _reaches_engine(method: _F) -> _F:
             return self._strike(fault, name, lambda: method(self, *args, **kwargs), args)
         finally:
             if entered:
+                self._inside_thread = 0
                 self._inside.release()
 
     return cast("_F", guarded)
@@ -405,8 +420,9 @@ class SimulatedEngine:
     """The engine. All sizes are in tokens, blocks or bytes.
 
     num_blocks: by default enough for all. batch_queue_size: 2 behaves as asynchronous scheduling.
-    policy: "fcfs" or "priority" (a lower `priority` option goes first). dummy_weights: built with
-    contents that were never loaded. record: whether to keep `calls`.
+    policy: "fcfs" or "priority" (a lower `priority` option goes first). parameters: names of the
+    weights. dummy_weights: built with contents that were never loaded. record: whether to keep
+    `calls`.
     """
 
     max_model_len: int = MAX_MODEL_LEN
@@ -420,6 +436,7 @@ class SimulatedEngine:
     weights_bytes: int = 16 * GIB
     kv_bytes: int = 32 * GIB
     base_bytes: int = GIB
+    parameters: Sequence[str] = PARAMETERS
     dummy_weights: bool = False
     capabilities: Capabilities = Capabilities("simulated", {"simulated": "1"})  # noqa: RUF009  (frozen)
     record: bool = True
@@ -442,22 +459,26 @@ class SimulatedEngine:
         self.resident = set(MEMORY_TAGS)
         self.tag_bytes = {WEIGHTS: self.weights_bytes, KV_CACHE: self.kv_bytes}
         self.level: int | None = None
-        self.checkpoint = make_weights()  # what `reload_weights` reads
+        self.checkpoint = make_weights(0, self.parameters)  # what `reload_weights` reads
         self.weights = dict(self.checkpoint)
         self.weight_version = "default"
         self.torn = False  # a load raised half-way and was not tried again, or an update is unfinished
         self._updating = False  # between `start_weight_update` and `finish_weight_update`
+        self.worker: Any = self  # what a callable is given by `collective_rpc`
+        self.model: Any = self.weights  # and by `apply_model`
+        self._updates = 0
         self._aside: dict[str, int] | None = None
         self._not_freed: set[str] = set()
         self._garbage = 0
 
         self.calls: list[str] = []
         self.misuse: list[str] = []
-        self.faults = Faults()
+        self.faults = Faults(EFFECTS)
         self.poisoned = False
         self.closed = False
         self._effect = ""
         self._inside = threading.Lock()
+        self._inside_thread = 0
         self._added = 0
         self._snapshots: dict[str, SamplingParams] = {}
         if self.dummy_weights:
@@ -477,11 +498,10 @@ class SimulatedEngine:
             fault.hang.wait()
         self._effect = fault.effect or self._effect
         result = fault.returns
-        replaced = fault.raises is not None or result is not _UNSET
-        if fault.when == "after" or not replaced:
+        if fault.when == "after" or not fault.replaces_result:
             self.record_call(name, args)
             value = method()
-            result = value if result is _UNSET else result
+            result = value if result is UNSET else result
         if fault.hang is not None and fault.when == "after":
             fault.hang.wait()
         if fault.raises is None:
@@ -515,11 +535,9 @@ class SimulatedEngine:
 
     def prepare(self, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """Return the arguments as a `Call`; equal parameters share one snapshot."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        snapshot = _copy_params(params)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, not {type(request_id).__name__}")
-        snapshot = replace(params, stop=list(params.stops))
         snapshot = self._snapshots.setdefault(repr(astuple(snapshot)), snapshot)
         arrival_time = options.get("arrival_time")
         if arrival_time is None:
@@ -617,6 +635,11 @@ class SimulatedEngine:
     def has_launched(self) -> bool:
         """Batches launched whose outputs were not processed."""
         return bool(self.launched)
+
+    @property
+    def idles(self) -> bool:
+        """Whether a step can bring nothing: paused, broken, or without work."""
+        return self.poisoned or self.closed or self.paused or not self.has_work()
 
     def copy_output(self, output: RequestOutput) -> RequestOutput:
         """Return a snapshot that shares no list with the engine."""
@@ -836,10 +859,8 @@ class SimulatedEngine:
         if self.launched:
             self.record_misuse(f"sleep({level}) with a batch launched: its outputs are lost")
             self.launched.clear()
-        if self.requests and not self.paused:
-            self.record_misuse(f"sleep({level}) while not paused: {len(self.requests)} requests lost")
-            for request in list(self.requests.values()):
-                self._finish(request)
+        if not self.paused:
+            self.lose_requests(f"sleep({level}) while not paused")
         self.paused = True
         partly = self.resident == {WEIGHTS} and self.capabilities.resleep_partial
         if (self.resident != MEMORY_TAGS and not (partly and level >= 1)) or (level < 1 and self.level == 0):
@@ -858,6 +879,13 @@ class SimulatedEngine:
         if not frees:
             self._not_freed = set(self.resident)
         self.resident.clear()
+
+    def lose_requests(self, why: str) -> None:
+        """Drop what the scheduler has. The front end is not told, and waits for it for ever."""
+        if self.requests:
+            self.record_misuse(f"{why}: {len(self.requests)} requests lost")
+        for request in list(self.requests.values()):
+            self._finish(request)
 
     @_reaches_engine
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -908,7 +936,14 @@ class SimulatedEngine:
         asleepable = sum(self.tag_bytes[tag] for tag in self.resident)
         return Memory(self.base_bytes + mapped, host, asleepable)
 
-    def _reset_caches(self) -> bool:
+    def _reset_caches(
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,  # noqa: ARG002  (the signature is vLLM's)
+    ) -> bool:
+        if reset_running_requests:
+            for request in reversed(list(self.running)):
+                self._preempt(request)
         if self.running:
             return False
         self.prefix_cache.clear()
@@ -933,13 +968,19 @@ class SimulatedEngine:
         return tuple(name for name, value in self.weights.items() if type(value) is Garbage and not value)
 
     @_reaches_engine
-    def load_weights(self, weights: Iterable[tuple[str, int]]) -> set[str]:
-        """Load contents by name, all or some, and return the names."""
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        """Load contents by name, all or some, and return the names. See `contents`."""
         return self._load("load_weights", weights)
+
+    def load_into_model(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        """The same for the model object, which a worker's method may use inside of a call."""
+        if self._inside_thread == threading.get_ident():
+            return self._load("load_weights", weights)
+        return self.load_weights(weights)
 
     @_reaches_engine
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Any other method of the surface; `apply_model` hands out the dict of contents as the model."""
+        """Any other method of the surface; `apply_model` hands out `model`: a dict of contents."""
         if name == "collective_rpc":
             return [self._worker(*args, **kwargs)]
         unfinished = sum(len(parent.live) for parent in self.parents.values())
@@ -950,7 +991,7 @@ class SimulatedEngine:
         if name == "is_sleeping":
             return self.paused or self.resident != MEMORY_TAGS
         if name == "reset_prefix_cache":
-            return self._reset_caches()
+            return self._reset_caches(*args, **kwargs)
         if name == "set_weight_version":
             self.weight_version = args[0]
         elif name == "get_weight_version":
@@ -971,21 +1012,29 @@ class SimulatedEngine:
         """Run a worker's method; unknown names do nothing."""
         kwargs = kwargs or {}
         if not isinstance(method, str):
-            return method(self, *args, **kwargs)
+            return method(self.worker, *args, **kwargs)
         if method in _BEHIND:
             self.record_misuse(f"{method} behind the machine")
+        elif self.worker is not self and hasattr(self.worker, method):
+            return getattr(self.worker, method)(*args, **kwargs)
         elif method.startswith(_LOADS):
             return self._load(method, *args, **kwargs)
         elif method in _TOUCH_WEIGHTS and self._weights_at_hand(method) and method == "apply_model":
-            return args[0](self.weights)
+            return args[0](self.model)
         return None
 
     def _load(
         self,
         name: str,
-        weights: Iterable[tuple[str, int]] | None = None,
-        weights_iterator: Iterable[tuple[str, int]] | None = None,
+        weights: Iterable[tuple[str, Any]] | None = None,
+        weights_iterator: Iterable[tuple[str, Any]] | None = None,
+        update_info: Mapping[str, Any] | None = None,
     ) -> set[str]:
+        """Load from whichever source is given.
+
+        update_info names parameters whose values would come from the trainer by a broadcast;
+        they are drawn from the number of the update.
+        """
         loaded: set[str] = set()
         if not self._weights_at_hand(name):
             return loaded
@@ -994,15 +1043,21 @@ class SimulatedEngine:
             self.record_misuse(f"{name} under {stale} requests that were computed with other weights")
         torn = self.torn and self._updating
         source = weights_iterator if weights is None else weights
+        if update_info is not None:
+            self._updates += 1
+            drawn = make_weights(-self._updates, self.weights)
+            source = [(name, drawn.get(name, 0)) for name in update_info.get("names", ())]
         if source is None:
             source = self.checkpoint.items() if name in {"reload_weights", "load_model"} else ()
         for parameter, value in source:
             if parameter not in self.weights:
-                raise ValueError(f"there is no parameter named {parameter!r}")
+                raise ValueError(
+                    f"there is no parameter named {parameter!r}; `parameters=` gives the model names of yours"
+                )
             self.torn = True  # stays so if the rest never comes
-            self.weights[parameter] = value
+            self.weights[parameter] = contents(value)
             loaded.add(parameter)
-        self.torn = torn
+        self.torn = torn and loaded != set(self.weights)
         if name.startswith(("start_", "finish_")):
             self.torn = self._updating = name.startswith("start_")
         return loaded

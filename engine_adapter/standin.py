@@ -13,7 +13,8 @@ blocking methods of the `LLM`
     that two callers never take each other's outputs, and an interrupted one leaves
     nothing behind. They hold the `LLM` weakly: `del llm` still frees the engine.
 
-The lifecycle marks the engine with a weak reference to itself; attaching twice finds it.
+The lifecycle marks the engine with a weak reference to itself and with the options that it
+was made with; attaching twice finds it.
 """
 
 import functools
@@ -22,11 +23,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from lifecycle import Lifecycle
+from engine_adapter.simulated_llm import SimulatedLLMEngine
+from lifecycle import Engine, Lifecycle
 from lifecycle.errors import InvalidArgument
 from lifecycle.table import MODES, NEEDS, Need
 
 _MARK: Final = "_engine_lifecycle"
+_UNKNOWN: Final = object()
+DEFAULT_MODE: Final = "wait"
 
 # Blocking methods of an `LLM`: how each one's scope treats what it admits.
 _BLOCKING: Final[Mapping[str, Mapping[str, bool]]] = {
@@ -65,12 +69,13 @@ ADDED_NAMES: Final = ("lifecycle",)
 
 
 class _StandIn:
-    """What `llm.llm_engine` becomes. Its own state lives in two mangled attributes."""
+    """What `llm.llm_engine` becomes. Its own state lives in attributes that no `LLMEngine` has."""
 
     def __init__(self, lifecycle: Lifecycle, engine: Any, default_mode: str) -> None:
         own = object.__setattr__
         own(self, "lifecycle", lifecycle)
         own(self, "_guarded_engine", engine)
+        own(self, "_default_mode", default_mode)
         for name in _GUARDED:
             if hasattr(engine, name):
                 own(self, name, _like(getattr(engine, name), getattr(lifecycle, name)))
@@ -180,42 +185,85 @@ def attach(
     *,
     attr: str = "llm_engine",
     weights: str | None = None,
-    default_mode: str = "wait",
+    default_mode: str | None = None,
     **options: Any,
 ) -> Lifecycle:
     """Guard the in-process vLLM engine that `holder` holds, an `LLM` or anything else.
 
     attr: where the holder has its `LLMEngine`. weights: "checked" (default where possible),
-    "declared", "unchecked". default_mode: the mode of `sleep()` where the caller names none.
-    options go to `Lifecycle` (`max_held`, `stall_s`, `strict_release`, `rpc_needs`, ...).
+    "declared", "unchecked". default_mode: the mode of `sleep()` where the caller names none,
+    "wait" by default. options go to `Lifecycle` (`max_held`, `stall_s`, `strict_release`,
+    `rpc_needs`, ...).
 
     The engine's real condition is read first; it may be asleep, or busy. Attaching twice
     returns the same object. `lifecycle.detach()` removes everything; the engine is not
     owned, so `close()` only detaches. Raises UnsupportedEngine for an engine that can't
-    be guarded, InvalidArgument for a holder without one.
+    be guarded, InvalidArgument for a holder without one and for options other than those
+    that it was attached with.
     """
-    from engine_adapter.vllm_inprocess import VllmInprocess
-
     engine = getattr(holder, attr, None)
     if engine is None:
         msg = f"{type(holder).__name__} has no {attr!r}: give an LLM, or name the attribute with attr="
         raise InvalidArgument(msg)
-    if default_mode not in MODES:
+    if default_mode not in (None, *MODES):
         msg = f"default_mode must be one of {', '.join(MODES)}, not {default_mode!r}"
         raise InvalidArgument(msg)
-    raw = object.__getattribute__(engine, "_guarded_engine") if type(engine) is _StandIn else engine
-    known = vars(raw).get(_MARK)
-    lifecycle: Lifecycle | None = known() if known else None
+    raw = _raw(engine)
+    if weights is not None:
+        options["weights"] = weights
+    lifecycle = attached(raw)
     if lifecycle is None:
-        lifecycle = Lifecycle(VllmInprocess(raw), **{"weights": weights, "name": "llm", **options})
-        setattr(raw, _MARK, weakref.ref(lifecycle))
+        lifecycle = Lifecycle(_adapter(raw), **{"name": "llm", **options})
+        setattr(raw, _MARK, (weakref.ref(lifecycle), options))
+    else:
+        _refuse_other_options(lifecycle, vars(raw)[_MARK][1], options)
     if type(engine) is _StandIn:
+        standing = object.__getattribute__(engine, "_default_mode")
+        if default_mode not in (None, standing):
+            raise _other_options("default_mode", standing, default_mode)
         return lifecycle
+    default_mode = default_mode or DEFAULT_MODE
     undo_on = _weakly(holder)
     shadowed = _shadow(holder, lifecycle, default_mode) if attr == "llm_engine" else ()
     setattr(holder, attr, _StandIn(lifecycle, raw, default_mode))
     lifecycle.disown(functools.partial(_undo, undo_on, weakref.ref(raw), attr, shadowed))
     return lifecycle
+
+
+def _raw(engine: Any) -> Any:
+    return object.__getattribute__(engine, "_guarded_engine") if type(engine) is _StandIn else engine
+
+
+def attached(engine: Any) -> Lifecycle | None:
+    """The lifecycle that guards this engine, a raw one or its stand-in, if any does."""
+    mark = vars(_raw(engine)).get(_MARK)
+    lifecycle: Lifecycle | None = mark[0]() if mark else None
+    return lifecycle
+
+
+def _adapter(raw: Any) -> Engine:
+    """What speaks to this engine for the lifecycle."""
+    if isinstance(raw, SimulatedLLMEngine):
+        return raw._simulated  # noqa: SLF001  (an `LLMEngine` has no public name for it)
+    from engine_adapter.vllm_inprocess import VllmInprocess
+
+    return VllmInprocess(raw)
+
+
+def _refuse_other_options(lifecycle: Lifecycle, first: dict[str, Any], now: dict[str, Any]) -> None:
+    """A second `attach` must not silently ignore what it asks for."""
+    defaults = {name: p.default for name, p in inspect.signature(Lifecycle).parameters.items()}
+    defaults["name"] = "llm"
+    defaults["weights"] = "checked" if lifecycle.capabilities.check_weights else "declared"
+    standing = {**defaults, **first}
+    for name, value in now.items():
+        if value != standing.get(name, _UNKNOWN):
+            raise _other_options(name, standing.get(name), value)
+
+
+def _other_options(name: str, standing: Any, asked: Any) -> InvalidArgument:
+    msg = f"attached already, with {name}={standing!r}; to attach with {name}={asked!r}, detach() first"
+    return InvalidArgument(msg)
 
 
 def _weakly(holder: Any) -> Callable[[], Any]:

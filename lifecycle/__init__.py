@@ -2,9 +2,13 @@
 
 `Lifecycle` guards an engine that its caller steps; `engine_adapter.attach` puts one
 around a vLLM `LLM`. This package imports neither vLLM nor torch.
+
+`Lifecycle` is imported when it is first used: what is here without it needs the standard
+library only, so that the pytest plugin costs a run nothing.
 """
 
-from lifecycle.blocking import DrainProgress, Lifecycle
+from typing import TYPE_CHECKING, Any
+
 from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snapshot, WakeReport
 from lifecycle.errors import (
     AdmissionClosed,
@@ -26,6 +30,9 @@ from lifecycle.errors import (
     WeightsNotValid,
 )
 from lifecycle.table import State, Weights
+
+if TYPE_CHECKING:
+    from lifecycle.blocking import DrainProgress, Lifecycle
 
 __all__ = [
     "AdmissionClosed",
@@ -56,3 +63,12 @@ __all__ = [
     "Weights",
     "WeightsNotValid",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("DrainProgress", "Lifecycle"):
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from lifecycle import blocking
+
+    return getattr(blocking, name)

@@ -157,8 +157,7 @@ class Core:
         self.weights.found(Weights.DISCARDED if unknown else condition.weights)
         if whole:  # discarded all the same: a dummy load, whose memory is already here
             self.weights.mapped(engine)
-            if self.weights.policy == "unchecked":
-                self.weights.judge(engine)
+            self.weights.judge(engine)
         for found in condition.requests:
             call = Call(found.request_id, None, None, time.time(), {}, found.samples, found.delta)
             self.ledger.admit(call, found.engine_id, None, self.weights.epoch)
@@ -679,7 +678,7 @@ class Core:
         not_back = self._map(todo) if todo else frozenset()
         if WEIGHTS in todo and WEIGHTS not in not_back:
             self.weights.mapped(self.engine)
-            if completes and self.weights.policy == "unchecked":
+            if completes:
                 self.weights.judge(self.engine)
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()

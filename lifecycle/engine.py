@@ -1,8 +1,8 @@
 """What the lifecycle asks of an engine, and the records that it hands back.
 
 `Engine` is the whole contract between the machine and an engine that is stepped by
-its caller. An adapter implements it; `tests/contract.py` is the battery that every
-adapter passes. The lifecycle never looks inside an output beyond `request_id` and
+its caller. An adapter implements it; `lifecycle.testing.contract` is the battery that
+every adapter passes. The lifecycle never looks inside an output beyond `request_id` and
 `finished`.
 
 The calls come from one thread at a time, under the lifecycle's lock, and only in the

@@ -218,7 +218,6 @@ RULES: Final[tuple[Rule, ...]] = (
         )
     ),
     # Weights. A load is no wake: it comes back to the pause that it was made in.
-    Rule(Trigger.WEIGHTS_VALID, _P, _P, "not_servable"),
     Rule(Trigger.WEIGHTS_VALID, _P, _S, "servable_stays"),
     Rule(Trigger.WEIGHTS_VALID, _P, _A, "servable_goes_idle"),
     Rule(Trigger.WEIGHTS_VALID, _P, _R, "servable_goes_busy"),

@@ -57,11 +57,14 @@ class WeightsKeeper:
         self.found(Weights.DISCARDED)
 
     def mapped(self, engine: Engine) -> None:
-        """Their memory is back. Only now can it be prepared for the check."""
-        if self.condition is Weights.DISCARDED and self.policy == "checked":
+        """Their memory is back. Only now can it be prepared for the check.
+
+        Once only: what was loaded since may have been put aside by a sleep at level 1.
+        """
+        if self.condition is Weights.DISCARDED and self.policy == "checked" and not self._filled:
             self._run("discard_weights", engine.discard_weights)
             self._filled = True
-            self.look(engine)
+        self.look(engine)
 
     def judge(self, engine: Engine) -> bool:
         """Everything is resident: were discarded weights loaded by now? True if that is new."""

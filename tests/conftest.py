@@ -9,6 +9,8 @@ import pytest
 from tests import report
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
+# Where the project is installed its entry point has loaded this one before, under the same name.
+pytest_plugins = ["lifecycle.testing.plugin", "pytester"]
 # The project's own CI must never pass because an engine was missing.
 MUST_HAVE_VLLM = os.environ.get("CI") == "true"
 

@@ -5,15 +5,14 @@ import pytest
 from engine_adapter.simulated import OutputKind, SimulatedEngine
 from engine_adapter.simulated import SamplingParams as SimulatedParams
 from lifecycle import Lifecycle, LifecycleError
-from tests.contract import (
-    BATTERY,
+from lifecycle.testing.contract import (
     CUMULATIVE,
     DELTA,
     FINAL_ONLY,
+    NEEDS,
     PROMPTS,
     Bench,
-    a_launched_batch_is_seen,
-    nothing_is_scheduled_while_paused,
+    EngineContract,
 )
 
 
@@ -36,43 +35,59 @@ def vllm_params(tokens, kind=CUMULATIVE, n=1, stop=None):
     )
 
 
-def benches_for(name, llm=None, **options):
-    if name == "simulated":
-        return Bench(name, SimulatedEngine(max_num_seqs=4, **options), simulated_params)
-    from engine_adapter import VllmInprocess
-
-    return Bench(name, VllmInprocess(llm), vllm_params)
-
-
-@pytest.mark.parametrize(
-    ("rule", "only"), [(rule, only) for rule, only, _ in BATTERY], ids=[rule.__name__ for rule, *_ in BATTERY]
-)
-def test_simulated_engine(rule, only):
+class TestSimulatedEngine(EngineContract):
     """The simulated engine keeps the contract, and records no misuse while it does."""
-    assert only in (None, "simulated")
-    options = {"batch_queue_size": 2} if rule is a_launched_batch_is_seen else {}
-    bench = benches_for("simulated", **options)
-    rule(bench)
-    steps_on_purpose = rule is nothing_is_scheduled_while_paused
-    assert bool(bench.engine.misuse) is steps_on_purpose, bench.engine.misuse
+
+    launches_ahead = False
+
+    @pytest.fixture
+    def bench(self, request):
+        engine = SimulatedEngine(max_num_seqs=4, batch_queue_size=2 if self.launches_ahead else 1)
+        yield Bench(engine, simulated_params, launches_ahead=self.launches_ahead)
+        on_purpose = request.node.originalname == "test_nothing_is_scheduled_while_paused"
+        assert bool(engine.misuse) is on_purpose, engine.misuse
+
+
+class TestSimulatedEngineThatLaunchesAhead(TestSimulatedEngine):
+    """The same with asynchronous scheduling."""
+
+    launches_ahead = True
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "rule", [rule for rule, only, _ in BATTERY if only is None], ids=lambda rule: rule.__name__
-)
-def test_vllm(rule, llm):
-    """Behind its adapter vLLM keeps the contract."""
-    bench = benches_for("vllm", llm)
-    rule(bench)
-    assert not bench.engine.has_work()
-    assert bench.engine.condition().requests == ()
+class TestVllm(EngineContract):
+    """Behind its adapter vLLM keeps the contract, and is idle and awake after each rule."""
+
+    @pytest.fixture
+    def bench(self, llm):
+        from engine_adapter import VllmInprocess
+
+        bench = Bench(VllmInprocess(llm), vllm_params)
+        yield bench
+        assert not bench.engine.has_work()
+        assert bench.engine.condition().requests == ()
 
 
-def test_exceptions_to_the_battery_have_reasons():
-    """A rule that applies to one engine only says why."""
-    assert all(reason for _, only, reason in BATTERY if only)
-    assert len({rule for rule, *_ in BATTERY}) == len(BATTERY)
+def test_what_is_skipped_on_the_simulated_engine():
+    """Only launching ahead is left out, where it does not launch ahead."""
+    assert set(Bench(SimulatedEngine(), None).lacking()) == {"test_a_launched_batch_is_seen"}
+    assert Bench(SimulatedEngine(batch_queue_size=2), None, launches_ahead=True).lacking() == {}
+
+
+@pytest.mark.vllm
+def test_what_is_skipped_on_vllm(llm):
+    """On a CPU there is no device memory to measure, and no launching ahead; a GPU has both."""
+    from engine_adapter import VllmInprocess
+
+    lacking = set(Bench(VllmInprocess(llm), vllm_params).lacking())
+    assert lacking == {"test_device_memory_is_released", "test_a_launched_batch_is_seen"}
+
+
+def test_what_may_be_lacking_is_a_rule():
+    """Each entry of `NEEDS` names a rule of the contract and says why it is skipped."""
+    rules = {name for name in vars(EngineContract) if name.startswith("test_")}
+    assert set(NEEDS) <= rules
+    assert all(reason for _, reason in NEEDS.values())
 
 
 # -- one script, two engines ---------------------------------------------------------------------------

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["table", "errors", "engine", "requests", "audit", "weights", "sleep", "core", "blocking", "cli"]
+ORDER = [
+    *("table", "errors", "engine", "requests", "audit", "weights", "sleep", "core", "blocking", "cli"),
+    *("testing.faults", "testing.recorder", "testing.contract", "testing.plugin"),
+]
 SOLE_IMPORTERS = {
     "transitions": {"lifecycle/core.py"},
     "structlog": {"lifecycle/audit.py"},
@@ -34,18 +37,18 @@ def imports(path, *, runtime_only=True):
 
 
 def sources():
-    return sorted([*ROOT.glob("lifecycle/*.py"), *ROOT.glob("engine_adapter/*.py")])
+    return sorted([*ROOT.glob("lifecycle/**/*.py"), *ROOT.glob("engine_adapter/*.py")])
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_each_module_imports_only_earlier_ones(name):
     """The modules of `lifecycle` stand in an order, and none imports a later one."""
     later = {f"lifecycle.{module}" for module in ORDER[ORDER.index(name) :]}
-    assert not later & set(imports(ROOT / "lifecycle" / f"{name}.py"))
+    assert not later & set(imports(ROOT / "lifecycle" / f"{name.replace('.', '/')}.py"))
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in sources() if path.parent.name == "lifecycle"], ids=lambda p: p.name
+    "path", [path for path in sources() if "engine_adapter" not in path.parts], ids=lambda p: p.name
 )
 def test_lifecycle_imports_no_engine(path):
     """Nothing in `lifecycle` imports an adapter, vLLM or torch."""
@@ -72,5 +75,22 @@ def test_importing_the_packages_loads_no_engine():
     code = (
         "import sys, lifecycle, engine_adapter; engine_adapter.SimulatedEngine();"
         "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("lifecycle", {"structlog", "transitions"}),
+        ("lifecycle.testing", {"structlog", "transitions", "pytest", "hypothesis"}),
+        ("lifecycle.testing.plugin", {"structlog", "transitions", "hypothesis"}),
+    ],
+)
+def test_what_comes_with_every_run_of_pytest_is_light(module, unwanted):
+    """The plugin is imported at the start of every run: it and the packages around it load nothing else."""
+    code = (
+        f"import sys, {module}; found = {unwanted | {'engine_adapter', 'vllm', 'torch'}} & set(sys.modules);"
+        "sys.exit(str(found) if found else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -282,9 +282,16 @@ def test_timeout_zero_sleeps_only_if_quiet(run):
     assert caught.value.remaining == ("r0", "r1", "r2", "r3")
     assert run.lifecycle.state is State.RUNNING
     everything_right(run)
-    run.lifecycle.step()  # the flush of the last finished ids
+    assert run.engine.has_work()  # the last finished ids are still to be flushed: nobody waits for that
     assert run.lifecycle.sleep(1, timeout=0).level == 1
     run.lifecycle.wake_up()
+
+
+def test_a_deadline_never_rolls_back_an_abort(run):
+    """mode="abort" has ended everything before a deadline could pass: the sleep goes on."""
+    report = run.lifecycle.sleep(1, "abort", max_steps=0)
+    assert report.aborted == ("r0", "r1", "r2", "r3")
+    assert run.lifecycle.state is State.SLEEPING
 
 
 def test_max_steps_rolls_back_and_admits_what_was_recalled_and_held(run):

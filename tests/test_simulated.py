@@ -11,6 +11,7 @@ from engine_adapter.simulated import (
     OutputKind,
     SamplingParams,
     SimulatedEngine,
+    encode,
     expected_output,
     expected_tokens,
     make_weights,
@@ -79,8 +80,8 @@ class TestTokens:
             expected_tokens("a", params, weights=make_weights(1)),
         ]
         assert len({tuple(run) for run in runs}) == len(runs)
-        assert expected_tokens([97], params) == runs[0]
-        assert expected_tokens({"prompt_token_ids": [97]}, params) == runs[0]
+        assert expected_tokens(encode("a"), params) == runs[0]
+        assert expected_tokens({"prompt_token_ids": encode("a")}, params) == runs[0]
         assert expected_tokens({"prompt": "a"}, params) == runs[0]
 
     def test_one_parameter_matters(self):
