@@ -194,7 +194,7 @@ def destination(trigger, source, facts):
         Trigger.WAKE: (asleep, woken if good else State.PARTIALLY_AWAKE),
         Trigger.WEIGHTS_VALID: (
             {State.PARTIALLY_AWAKE},
-            (State.SLEEPING if facts.level == 0 else woken) if good else State.PARTIALLY_AWAKE,
+            (State.SLEEPING if facts.level == 0 else woken) if good else None,
         ),
         Trigger.WEIGHTS_TAINTED: ({State.AWAKE, State.SLEEPING}, None if good else State.PARTIALLY_AWAKE),
         Trigger.FAIL: (alive, State.FAILED),
@@ -214,7 +214,7 @@ def test_every_trigger_leads_where_the_states_meanings_say(trigger):
 
 
 def test_where_a_guard_of_its_own_comes_before_the_effect():
-    """Deepening needs a pause, a kv release an idle one, a sleep from half awake an engine that really does it."""
+    """Deepening needs a pause, a KV release an idle one, a sleep from half awake an engine that can."""
     for facts in every_fact():
         pause = facts.level == 0 and facts.resident == MEMORY_TAGS
         for trigger, source in itertools.product(Trigger, State):
@@ -240,7 +240,7 @@ BOTH_ENDS = (
 
 
 def test_facts_are_frozen_and_begin_as_an_idle_serving_engine():
-    """What guards read can't be changed under them; left out, every fact is that of an idle engine that serves."""
+    """What guards read can't be changed under them; by default it is an idle engine that serves."""
     facts = Facts()
     assert match(Trigger.ATTACH, None, facts).dest is State.AWAKE
     assert (facts.resident, facts.paused, facts.can_resleep) == (MEMORY_TAGS, False, True)

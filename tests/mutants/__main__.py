@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import selectors
+import signal
 import sys
 import time
 import tomllib
@@ -43,7 +44,7 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These look at sources and pages, not at behaviour; the last is a run of many random steps, too long for a judge.
+# These look at sources and pages, not at behaviour; the last runs for long, and what it would kill others kill.
 NOT_JUDGES = ("test_docs.py", "test_imports.py", "test_mutants.py", "test_soak.py")
 ENOUGH = 0.9
 INHERITED = (pytest_asyncio, structlog, transitions)
@@ -100,24 +101,8 @@ def look(files: list[str], tests: list[str], marker: str) -> Survey:
     kept = CACHE / f"survey-{stamp.hexdigest()[:16]}.jsonl"
     if not kept.exists():
         say(f"running the tests once without a mutant, to see which runs what ({', '.join(files)})")
-        told = []
-        pid, reads = judge.fork(lambda tell: judge.survey(files, tests, marker, tell))
-        with os.fdopen(reads) as lines:
-            for line in lines:
-                told.append(line)
-                what = json.loads(line)
-                if "killed" in what:
-                    judge.end(pid)
-                    sys.exit(f"fails without any mutant: {what['killed']}: {what['why']}")
-                if "broke" in what:
-                    sys.exit(f"the run without a mutant broke: {what['broke']}")
-                if "survived" in what:
-                    break
-            else:
-                sys.exit(f"the run without a mutant ended early; the last was {told[-1:]}")
-        judge.end(pid)
         CACHE.mkdir(parents=True, exist_ok=True)
-        kept.write_text("".join(told))
+        kept.write_text("".join(_told_by_survey(files, tests, marker)))
     seconds: dict[str, float] = {}
     ran: dict[str, dict[int, set[str]]] = {}
     for line in kept.read_text().splitlines():
@@ -127,6 +112,23 @@ def look(files: list[str], tests: list[str], marker: str) -> Survey:
         elif "file" in what:
             ran.setdefault(what["file"], {})[what["line"]] = set(what["tests"])
     return Survey(dict(sorted(seconds.items(), key=lambda item: item[1])), ran)
+
+
+def _told_by_survey(files: list[str], tests: list[str], marker: str) -> Iterator[str]:
+    pid, reads = judge.fork(lambda tell: judge.survey(files, tests, marker, tell))
+    line = ""
+    try:
+        with os.fdopen(reads) as lines:
+            for line in lines:
+                what = json.loads(line)
+                if "killed" in what:
+                    sys.exit(f"fails without any mutant: {what['killed']}: {what['why']}")
+                if "survived" in what:
+                    return
+                yield line
+        sys.exit(f"the run without a mutant ended early, after {line}")
+    finally:
+        judge.end(pid)
 
 
 @dataclass
@@ -219,6 +221,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no child is left behind
     hypothesis.settings.register_profile("judge", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("judge")
     os.environ["COVERAGE_CORE"] = "ctrace"  # the newer one knows no contexts

@@ -100,6 +100,7 @@ def fork(work: Callable[[Tell], None]) -> tuple[int, int]:
         return pid, reads
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)

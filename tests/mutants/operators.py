@@ -220,9 +220,12 @@ def _can_be_forgotten(node: Any) -> bool:
     """
     suite = node.parent.parent
     alone = suite.type == "suite" and len(suite.children) == len(["newline", "statement"])
-    if alone and suite.parent.type == "if_stmt" and "else" not in suite.parent.children:
-        if "elif" not in suite.parent.children:
-            return False
+    if (
+        alone
+        and suite.parent.type == "if_stmt"
+        and not {"else", "elif"} & {*map(_code, suite.parent.children)}
+    ):
+        return False
     if node.type != "expr_stmt":
         return node.type in {"raise_stmt", "del_stmt", "atom_expr"}
     function = parso.tree.search_ancestor(node, "funcdef")
