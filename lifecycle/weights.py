@@ -97,7 +97,7 @@ class WeightsKeeper:
             return "reload_weights(), or load them yourself and then mark_weights_loaded()"
         return f"load the weights; never loaded: {some(self.missing)}"
 
-    def taint(self, *, opens_update: bool = False) -> None:
+    def taint(self, *, opens_update: bool) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
         if not opens_update:
             self._before_update = None

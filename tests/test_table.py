@@ -215,19 +215,20 @@ def test_every_trigger_leads_where_the_states_meanings_say(trigger):
 
 def test_where_a_guard_of_its_own_comes_before_the_effect():
     """Deepening needs a pause, a KV release an idle one, a sleep from half awake an engine that can."""
-    for facts in every_fact():
-        pause = facts.level == 0 and facts.resident == MEMORY_TAGS
-        for trigger, source in itertools.product(Trigger, State):
-            if trigger is Trigger.ATTACH:
-                continue
-            expected = any(destination(trigger, source, other) for other in (facts, *BOTH_ENDS))
-            if (trigger, source) == (Trigger.DEEPEN, State.SLEEPING):
-                expected = pause
-            elif (trigger, source) == (Trigger.RELEASE_KV, State.SLEEPING):
-                expected = pause and not facts.in_flight
-            elif (trigger, source) == (Trigger.RESLEEP, State.PARTIALLY_AWAKE):
-                expected = facts.can_resleep
+    pairs = itertools.product([trigger for trigger in Trigger if trigger is not Trigger.ATTACH], State)
+    for trigger, source in pairs:
+        has_way = any(destination(trigger, source, facts) for facts in BOTH_ENDS)
+        for facts in every_fact():
+            pause = facts.level == 0 and facts.resident == MEMORY_TAGS
+            before = {
+                (Trigger.DEEPEN, State.SLEEPING): pause,
+                (Trigger.RELEASE_KV, State.SLEEPING): pause and not facts.in_flight,
+                (Trigger.RESLEEP, State.PARTIALLY_AWAKE): facts.can_resleep,
+            }
+            expected = before.get((trigger, source), has_way)
             assert may_begin(trigger, source, facts) is expected, (trigger, source, facts)
+            if (trigger, source) not in before:
+                break  # one is enough where no fact is asked
 
 
 # Facts after which each trigger has taken effect in one case or the other.
