@@ -135,6 +135,18 @@ class RequestOutput:
     finished: bool
 
 
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    completions = [
+        replace(
+            completion,
+            token_ids=list(completion.token_ids),
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        )
+        for completion in output.outputs
+    ]
+    return replace(output, outputs=completions, prompt_token_ids=list(output.prompt_token_ids))
+
+
 def _mix(*values: int) -> int:
     """Hash integers well and cheaply; never 0."""
     mixed = 0
@@ -333,6 +345,7 @@ def expected_tokens(
 # for a step that has one.
 EFFECTS: Final = {
     "frees_nothing": "sleep",
+    "tag_stays_awake": "sleep",
     "tag_stays_asleep": "wake_up",
     "ignored": "abort",
     "output_dropped": "step",
@@ -403,14 +416,17 @@ def _reaches_engine(method: _F) -> _F:
 
 
 def _reads(method: _F) -> _F:
-    """Notice a second thread in a call that only reads."""
+    """Notice a second thread and scripted faults in a call that only reads."""
     name = method.__name__
 
     @functools.wraps(method)
     def guarded(self: "SimulatedEngine", *args: Any, **kwargs: Any) -> Any:
         if self._inside.locked():
             self.record_misuse(f"{name} while another call is inside the engine")
-        return method(self, *args, **kwargs)
+        fault = self.faults.due([name]) if self.faults else None
+        if fault is None:
+            return method(self, *args, **kwargs)
+        return self._strike(fault, name, lambda: method(self, *args, **kwargs), args, reads=True)
 
     return cast("_F", guarded)
 
@@ -464,6 +480,7 @@ class SimulatedEngine:
         self.weight_version = "default"
         self.torn = False  # a load raised half-way and was not tried again, or an update is unfinished
         self._updating = False  # between `start_weight_update` and `finish_weight_update`
+        self._broken = False  # a part of that update failed
         self.worker: Any = self  # what a callable is given by `collective_rpc`
         self.model: Any = self.weights  # and by `apply_model`
         self._updates = 0
@@ -493,13 +510,22 @@ class SimulatedEngine:
         if self.record and not (name == "call" and args[0] in _READS | _COUNTS | {"get_weight_version"}):
             self.calls.append(f"{name}({','.join(map(_name, args))})" if args else name)
 
-    def _strike(self, fault: Fault, name: str, method: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    def _strike(
+        self,
+        fault: Fault,
+        name: str,
+        method: Callable[[], Any],
+        args: tuple[Any, ...],
+        *,
+        reads: bool = False,
+    ) -> Any:
         if fault.hang is not None and fault.when == "before":
             fault.hang.wait()
         self._effect = fault.effect or self._effect
         result = fault.returns
         if fault.when == "after" or not fault.replaces_result:
-            self.record_call(name, args)
+            if not reads:
+                self.record_call(name, args)
             value = method()
             result = value if result is UNSET else result
         if fault.hang is not None and fault.when == "after":
@@ -508,6 +534,8 @@ class SimulatedEngine:
             return result
         if name == "step":
             self.poisoned = True
+        if any(isinstance(value, str) and value.startswith(_LOADS) for value in (name, *args[:2])):
+            self._broken = self._updating
         if name == "sleep":
             self.paused = True  # vLLM pauses first: nothing is asleep, and the scheduler stays paused
         raise fault.raises
@@ -533,6 +561,7 @@ class SimulatedEngine:
 
     # Requests
 
+    @_reads
     def prepare(self, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """Return the arguments as a `Call`; equal parameters share one snapshot."""
         snapshot = _copy_params(params)
@@ -600,7 +629,7 @@ class SimulatedEngine:
                 output = RequestOutput(
                     parent.request_id, parent.prompt, parent.prompt_token_ids, batch, batch is batches[-1]
                 )
-                outputs.append(self.copy_output(output))
+                outputs.append(_snapshot(output))
         return outputs
 
     @_reads
@@ -641,18 +670,12 @@ class SimulatedEngine:
         """Whether a step can bring nothing: paused, broken, or without work."""
         return self.poisoned or self.closed or self.paused or not self.has_work()
 
+    @_reads
     def copy_output(self, output: RequestOutput) -> RequestOutput:
         """Return a snapshot that shares no list with the engine."""
-        completions = [
-            replace(
-                completion,
-                token_ids=list(completion.token_ids),
-                logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            )
-            for completion in output.outputs
-        ]
-        return replace(output, outputs=completions, prompt_token_ids=list(output.prompt_token_ids))
+        return _snapshot(output)
 
+    @_reads
     def count_tokens(self, output: RequestOutput) -> int:
         """Token ids in this output."""
         return sum(len(completion.token_ids) for completion in output.outputs)
@@ -853,7 +876,7 @@ class SimulatedEngine:
     @_reaches_engine
     def sleep(self, level: int) -> None:
         """Pause, and at levels 1 and 2 drop the KV cache and put the weights aside or drop them."""
-        frees = not self._take("frees_nothing")
+        frees, stays_awake = not self._take("frees_nothing"), self._take("tag_stays_awake")
         if level not in LEVELS:
             self.record_misuse(f"sleep({level}): there is no such level; accepted")
         if self.launched:
@@ -878,7 +901,7 @@ class SimulatedEngine:
         self._destroy_weights()
         if not frees:
             self._not_freed = set(self.resident)
-        self.resident.clear()
+        self.resident = set(sorted(self.resident)[:1]) if stays_awake else set()
 
     def lose_requests(self, why: str) -> None:
         """Drop what the scheduler has. The front end is not told, and waits for it for ever."""
@@ -929,6 +952,7 @@ class SimulatedEngine:
     def forget_media(self) -> None:
         """There is no multimodal cache here; the call is recorded."""
 
+    @_reads
     def memory(self) -> Memory:
         """Return what is mapped on the device, and the weights kept aside on the host."""
         mapped = sum(self.tag_bytes[tag] for tag in self.resident | self._not_freed)
@@ -1041,14 +1065,18 @@ class SimulatedEngine:
         stale = sum(child.num_computed > 0 for child in self.requests.values())
         if stale:  # requests that a sleep froze are computed anew; others keep the old weights' KV
             self.record_misuse(f"{name} under {stale} requests that were computed with other weights")
-        torn = self.torn and self._updating
         source = weights_iterator if weights is None else weights
         if update_info is not None:
             self._updates += 1
             drawn = make_weights(-self._updates, self.weights)
             source = [(name, drawn.get(name, 0)) for name in update_info.get("names", ())]
-        if source is None:
-            source = self.checkpoint.items() if name in {"reload_weights", "load_model"} else ()
+        if source is None and name in {"reload_weights", "load_model"}:
+            source = self.checkpoint.items()
+            self._updating = False  # all anew: an update under way is over
+        torn = self.torn and self._updating
+        broken = self._broken and not name.startswith("start_")
+        self._broken = self._updating  # until this part of it is over
+        source = source or ()
         for parameter, value in source:
             if parameter not in self.weights:
                 raise ValueError(
@@ -1059,7 +1087,9 @@ class SimulatedEngine:
             loaded.add(parameter)
         self.torn = torn and loaded != set(self.weights)
         if name.startswith(("start_", "finish_")):
-            self.torn = self._updating = name.startswith("start_")
+            self._updating = name.startswith("start_")
+            self.torn = self._updating or broken
+        self._broken = broken and self._updating
         return loaded
 
     def _weights_at_hand(self, name: str) -> bool:

@@ -189,16 +189,21 @@ class Lifecycle:
         self._build: Callable[[], Engine] | None = None
         if isinstance(engine, type) or not isinstance(engine, Engine):
             self._build, engine = engine, engine()
-        self._core = Core(
-            engine,
-            EventLog(name, rank, sinks, event_capacity),
-            weights=weights,
-            max_held=max_held,
-            stall_s=stall_s,
-            strict_release=strict_release,
-            rpc_needs=rpc_needs,
-            rebuildable=self._build is not None,
-        )
+        try:
+            self._core = Core(
+                engine,
+                EventLog(name, rank, sinks, event_capacity),
+                weights=weights,
+                max_held=max_held,
+                stall_s=stall_s,
+                strict_release=strict_release,
+                rpc_needs=rpc_needs,
+                rebuildable=self._build is not None,
+            )
+        except BaseException:
+            if self._build is not None:  # nobody else has it to shut it down
+                engine.shutdown()
+            raise
         self._owned = True
         self._undo: list[Callable[[], None]] = []
         self._lock = _FairLock()
@@ -372,12 +377,15 @@ class Lifecycle:
                 scope = Scope(call, keeps=claims_enqueued)
                 if claims_enqueued:
                     ledger.own(ledger.owned_by(ledger.enqueued), scope)
+                    scope.error, ledger.enqueued.error = ledger.enqueued.error, None
                 self._scopes.current = scope
                 self._any_scope = True
             try:
                 self._interrupt.deliver()
                 yield
                 self._interrupt.deliver()
+                if scope.error is not None:  # the call would return less than it was asked for
+                    raise scope.error  # noqa: TRY301  (left like any scope that fails)
             except BaseException:
                 with self._engine():
                     self._abandon(scope)
@@ -581,26 +589,30 @@ class Lifecycle:
     def detach(self) -> None:
         """Let go of the engine as it is. Refused while something is held or undelivered."""
         core = self._core
-        with self._lock:
-            if core.state is not State.CLOSED and (core.ledger.held or core.ledger.undelivered):
-                msg = (
-                    f"cannot detach: {len(core.ledger.held)} requests are held and "
-                    f"{len(core.ledger.undelivered)} not delivered; wake_up() and step(), or abort them"
-                )
-                raise IllegalCall(msg, call="detach", state=core.state.value, needs="nothing held")
-            core.close(shutdown=False)
-        self._notify()
-        while self._undo:
-            self._undo.pop()()
+        try:
+            with self._lock:
+                if core.state is not State.CLOSED and (core.ledger.held or core.ledger.undelivered):
+                    msg = (
+                        f"cannot detach: {len(core.ledger.held)} requests are held and "
+                        f"{len(core.ledger.undelivered)} not delivered; wake_up() and step(), or abort them"
+                    )
+                    raise IllegalCall(msg, call="detach", state=core.state.value, needs="nothing held")
+                core.close(shutdown=False)
+        finally:
+            self._notify()
+            while core.state is State.CLOSED and self._undo:
+                self._undo.pop()()
 
     def close(self) -> None:
         """End, and shut the engine down; one that was attached to is only let go of, see `detach`."""
         if not self._owned:
             self.detach()
             return
-        with self._lock:
-            self._core.close(shutdown=True)
-        self._notify()
+        try:
+            with self._lock:
+                self._core.close(shutdown=True)
+        finally:
+            self._notify()
 
     def __enter__(self) -> Self:
         return self

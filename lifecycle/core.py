@@ -12,9 +12,10 @@ inside it. Three rules:
 2. *A transition under way is a step object.* `begin_sleep` returns a `Sleep` that its
    caller advances. An engine that drives itself fits behind the same object: its
    `advance()` waits where this one steps.
-3. *An exception that an engine call does not document means that the engine can't be
-   trusted*: `fail` ends every request in flight with the tokens it has, keeps what is
-   held, and leaves nothing legal but to read, to abort, to recover and to close.
+3. *An exception that an engine call does not document, or an answer that it can't give,
+   means that the engine can't be trusted*: `fail_with` ends every request in flight with
+   the tokens it has, keeps what is held, and leaves nothing legal but to read, to abort,
+   to recover and to close. What the engine says it did is believed once it was read.
 
 No trigger fires on the path of a step, except when the engine becomes busy or idle.
 """
@@ -33,6 +34,7 @@ from lifecycle import table
 from lifecycle.audit import EventLog
 from lifecycle.engine import (
     Call,
+    Condition,
     Engine,
     LoadReport,
     Memory,
@@ -106,9 +108,15 @@ class Core:
         self.transition: Sleep | None = None
         self.capabilities = engine.capabilities
         self.weights = WeightsKeeper(
-            weights, checkable=engine.capabilities.check_weights, run=self.run, events=events
+            weights,
+            checkable=engine.capabilities.check_weights,
+            run=self.run,
+            fail=self.fail_with,
+            events=events,
         )
-        self._adopt(engine)
+        self.state = State.FAILED  # until it was looked at
+        with self.reading_engine("attach"):
+            self._adopt(engine)
         found = table.match(Trigger.ATTACH, None, self.facts())
         if found is None:
             raise InternalError(f"no row of the table fits the engine as it was found: {self.facts()}")
@@ -143,9 +151,10 @@ class Core:
     def _adopt(self, engine: Engine) -> None:
         """Take over an engine in whatever condition it really is."""
         self._engine: Engine | None = engine
-        self._step = engine.step
+        self._step, self._has_work = engine.step, engine.has_work
         self.capabilities = engine.capabilities
-        condition = engine.condition()
+        self.unaborted: dict[str, str] = {}
+        condition = self.condition()
         self.resident = condition.resident
         self.level = condition.level
         whole = self.resident >= MEMORY_TAGS
@@ -170,6 +179,24 @@ class Core:
         if self._engine is None:
             raise InternalError("an engine call in a state that has no engine")
         return self._engine
+
+    def condition(self) -> Condition:
+        """The engine's condition, read now. An answer that is none raises."""
+        condition: Any = self.engine.condition()
+        if not (
+            isinstance(condition, Condition)
+            and condition.resident <= MEMORY_TAGS
+            and condition.level in (None, *table.LEVELS)
+        ):
+            raise TypeError(f"condition() returned {condition!r}")
+        return condition
+
+    def memory(self) -> Memory:
+        """The engine's memory, read now. An answer that is none raises."""
+        memory: Any = self.engine.memory()
+        if not isinstance(memory, Memory):
+            raise TypeError(f"memory() returned {memory!r}")
+        return memory
 
     def facts(self) -> Facts:
         """What the guards read, now."""
@@ -268,7 +295,10 @@ class Core:
             self.refuse(Closed, call, "it was closed or detached")
         if need is Need.SERVING and self.state is State.PARTIALLY_AWAKE and self.resident >= MEMORY_TAGS:
             self.refuse(WeightsNotValid, call, self.weights.way_out())
-        self.refuse(IllegalCall, call, f"it needs {table.NEED_CHECKS[need].words}")
+        why = f"it needs {table.NEED_CHECKS[need].words}"
+        if need is Need.LOADING and self.ledger.in_flight:
+            why += f" (in flight: {some(tuple(self.ledger.in_flight))})"
+        self.refuse(IllegalCall, call, why)
 
     def refuse(self, kind: type[IllegalCall], call: str, why: str) -> NoReturn:
         """Raise the error that says what was called, in which state, why not, and what is legal."""
@@ -347,7 +377,7 @@ class Core:
         if announce:
             self.begin_operation(call)
         started = time.monotonic()
-        self.operation = Operation(call, started)
+        around, self.operation = self.operation, Operation(call, started)
         error: BaseException | None = None
         try:
             return effect()
@@ -358,7 +388,7 @@ class Core:
             error = cause
             self.fail_with(call, cause)
         finally:
-            self.operation = None
+            self.operation = around
             if announce:
                 self.events.emit(
                     "operation_end",
@@ -369,15 +399,23 @@ class Core:
 
     @contextmanager
     def reading_engine(self, call: str) -> Iterator[None]:
-        """An exception of an engine that is only being read is a failure like any other."""
+        """An exception of an engine that is only being read is a failure like any other.
+
+        Reads are visible from other threads as the call that they belong to.
+        """
+        around = self.operation
+        if around is None and call != str(self.transition):
+            self.operation = Operation(call, time.monotonic())
         try:
             yield
         except LifecycleError:
             raise
         except BaseException as cause:
-            if self.state is State.FAILED:  # it was seen where it was raised
+            if cause is self.cause:  # it was seen where it was raised
                 raise
             self.fail_with(call, cause)
+        finally:
+            self.operation = around
 
     def begin_operation(self, call: str) -> None:
         """Say what begins: if it hangs or the process dies, this is the last that is known."""
@@ -385,25 +423,30 @@ class Core:
 
     def fail_with(self, call: str, cause: BaseException) -> NoReturn:
         """Fail, and raise what the caller gets: a KeyboardInterrupt stays what it is."""
-        error = self._fail(call, cause)
-        if isinstance(cause, Exception):
-            raise error from cause
-        raise cause
+        error, interrupt = self._fail(call, cause)
+        if interrupt is not None:
+            raise interrupt
+        raise error from cause
 
-    def _fail(self, call: str, cause: BaseException) -> EngineFailed:
+    def _fail(self, call: str, cause: BaseException) -> tuple[EngineFailed, BaseException | None]:
         """The engine can't be trusted: end what is in flight, keep what is held."""
-        self.operation = self.step_started = self.transition = None
         self.cause = cause
+        interrupt = None if isinstance(cause, Exception) else cause
         ended = tuple(self.ledger.in_flight)
+        lost = []
         for record in list(self.ledger.in_flight.values()):
-            self._end(record, "error")
-        self.fire(Trigger.FAIL, call=call)
-        self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
+            try:
+                self._end(record, "error")
+            except BaseException as why:  # noqa: BLE001  (a broken engine may not even tell)
+                self.events.emit("request_rejected", call=record.request_id, error=repr(why))
+                interrupt = interrupt or (None if isinstance(why, Exception) else why)
+                lost.append(record)
+        self.transition = None
         restart = _lost_context(cause)
         hint = "recover() or close()" if self.rebuildable else "close(), and build a new one"
         if restart:
             hint = "restart the process: its device context is lost"
-        return EngineFailed(
+        error = EngineFailed(
             f"{call} failed inside the engine: {cause!r}; {len(ended)} requests ended with the tokens "
             f"they had, {len(self.ledger.held)} are held; {hint}",
             call=call,
@@ -411,18 +454,21 @@ class Core:
             held=tuple(self.ledger.held),
             restart=restart,
         )
+        for record in lost:
+            self.ledger.drop(record, error)
+        if self.state is not State.FAILED:
+            self.fire(Trigger.FAIL, call=call)
+        self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
+        return error, interrupt
 
     def _end(self, record: Record, reason: str) -> None:
-        """Post the last outputs of a request in flight; if there are none to be had, just end it."""
-        try:
-            outputs = self.engine.last_outputs([record.engine_id], reason)
-        except Exception as error:  # noqa: BLE001  (a broken engine may not even tell)
-            self.events.emit("request_rejected", call=record.request_id, error=repr(error))
-            outputs = []
+        """Post the last outputs of a request in flight. Raises if they can't be had."""
+        outputs = self.engine.last_outputs([record.engine_id], reason)
+        ends = [output.finished for output in outputs if output.request_id == record.request_id]
+        if len(ends) != len(outputs) or ends != [False] * (len(ends) - 1) + [True]:
+            raise RuntimeError(f"last_outputs() of {record.request_id} returned {outputs!r}")
         for output in outputs:
             self.ledger.post(record, output)
-        if record.request_id in self.ledger.in_flight:
-            self.ledger.drop(record)
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -431,16 +477,37 @@ class Core:
     ) -> str:
         """Admit a request, or hold it while admission is closed. Returns its handle."""
         self.require("add_request")
-        call: Call = self._checking(lambda: self.engine.prepare(request_id, prompt, params, options))
-        if self.ledger.is_live(call.request_id):
-            why = f"request id {call.request_id!r} is live until its last output was taken"
-            raise self.invalid("add_request", why)
-        if not table.admits(self.state):
-            return self._hold(call, owner).handle
-        record = self.ledger.admit(call, self._add(call), owner, self.weights.epoch)
+        around, self.operation = self.operation, Operation("add_request", time.monotonic())
+        try:
+            call = self._checking(lambda: self._prepare(request_id, prompt, params, options))
+            if self.ledger.is_live(call.request_id):
+                why = f"request id {call.request_id!r} is live until its last output was taken"
+                raise self.invalid("add_request", why)
+            if call.request_id in self.unaborted:
+                self._refuse_unaborted(call.request_id)
+            if not table.admits(self.state):
+                return self._hold(call, owner).handle
+            record = self.ledger.admit(call, self._add(call), owner, self.weights.epoch)
+        finally:
+            self.operation = around
         if self.state is State.AWAKE:
             self.fire(Trigger.ADMIT)
         return record.handle
+
+    def _prepare(self, *arguments: Any) -> Call:
+        call: Any = self.engine.prepare(*arguments)
+        if not isinstance(call, Call):
+            raise TypeError(f"prepare() returned {call!r}")
+        return call
+
+    def _refuse_unaborted(self, request_id: str) -> None:
+        """Outputs carry the caller's id alone: those of two requests could not be told apart."""
+        with self.reading_engine("add_request"):
+            left = self.engine.last_outputs([self.unaborted[request_id]], "abort")
+        if left:
+            why = f"request id {request_id!r} belongs to an aborted request that the engine goes on with"
+            raise self.invalid("add_request", why)
+        del self.unaborted[request_id]
 
     def _hold(self, call: Call, owner: Scope | None) -> Record:
         if self.max_held is not None and len(self.ledger.held) >= self.max_held:
@@ -451,9 +518,15 @@ class Core:
     def _add(self, call: Call) -> str:
         """Pass a request to the engine. Bad arguments are the caller's; anything else is a failure."""
         engine_id: str = self._checking(
-            lambda: self.run("add_request", lambda: self.engine.add(call), passes=(ValueError, TypeError))
+            lambda: self.run("add_request", lambda: self._added(call), passes=(ValueError, TypeError))
         )
         return engine_id
+
+    def _added(self, call: Call) -> str:
+        engine_id: Any = self.engine.add(call)
+        if not isinstance(engine_id, str) or not self.ledger.is_new_handle(engine_id):
+            raise RuntimeError(f"add() returned {engine_id!r} as the id of {call.request_id}")
+        return str(engine_id)
 
     def _checking(self, read: Callable[[], Any]) -> Any:
         """Turn the engine's complaint about an argument into ours."""
@@ -467,13 +540,30 @@ class Core:
     def abort_request(self, ids: Iterable[str]) -> None:
         """End requests at their own caller's wish; no output is handed out. Unknown ids are ignored."""
         self.require("abort_request")
-        records = self.ledger.find(ids)
-        inside = [record.engine_id for record in records if record.request_id in self.ledger.in_flight]
-        if inside:
-            self.run("abort_request", lambda: self.engine.abort(inside))
-        for record in records:
-            self.ledger.drop(record)
+        doomed = {}
+        for record in self.ledger.find(ids):
+            if record.request_id in self.ledger.in_flight:
+                doomed[record.engine_id] = record.request_id
+            self.ledger.drop(record)  # whatever the engine says: its caller gave it up
+        self._abort(doomed)
         self._settle()
+
+    def _abort(self, doomed: Mapping[str, str]) -> frozenset[str]:
+        """Abort requests by their engine ids. Returns the ids of those that the engine would not let go.
+
+        Whatever such a request still puts out reaches nobody, and its id is not used again.
+        """
+        if not doomed:
+            return frozenset()
+        engine_ids = list(doomed)
+        self.run("abort_request", lambda: self.engine.abort(engine_ids))
+        with self.reading_engine("abort_request"):
+            left = frozenset(output.request_id for output in self.engine.last_outputs(engine_ids, "abort"))
+        for engine_id, request_id in doomed.items():
+            if request_id in left:
+                self.unaborted[request_id] = engine_id
+                self.events.emit_repeatable("noop", call="abort_request", error="the engine goes on with it")
+        return left
 
     def _settle(self) -> None:
         if self.state is State.RUNNING and not self.ledger.in_flight:
@@ -487,18 +577,34 @@ class Core:
         if not self.open:
             self.require("step")
         outputs = self.step_engine()
-        if not outputs:
-            return outputs
-        if owner is not None or ledger.scoped:
-            return self._share(outputs, owner)
+        if outputs:
+            if owner is None and not ledger.scoped:
+                return self._hand_out(outputs)
+            return self.share(outputs, owner)
+        return outputs
+
+    def lost(self) -> RuntimeError:
+        """What is wrong with an engine that has no work while requests are in flight."""
+        return RuntimeError(f"the engine has no work, but {some(tuple(self.ledger.in_flight))} never ended")
+
+    def _hand_out(self, outputs: list[Any]) -> list[Any]:
+        """The outputs of one step, where nobody else may take any of them."""
+        ledger = self.ledger
         in_flight = ledger.in_flight
-        strays = []
-        for place, output in enumerate(outputs):
-            record = in_flight.get(output.request_id)
-            if record is None:
+        strays: list[int] = []
+        ended: list[tuple[int, Record]] = []
+        try:
+            for place, output in enumerate(outputs):
+                record = in_flight.get(output.request_id)
+                if record is None:
+                    strays.append(place)
+                elif output.finished:
+                    ended.append((place, record))
+        except Exception as error:  # noqa: BLE001  (it fails with it)
+            self._fail_with_outputs(outputs, error)
+        for place, record in ended:
+            if not ledger.finished(record):  # twice
                 strays.append(place)
-            elif output.finished:
-                ledger.finished(record)
         if not in_flight:
             self._settle()
         return self._without(strays, outputs) if strays else outputs
@@ -508,16 +614,30 @@ class Core:
             self.note_stray(outputs[place])
         return [output for place, output in enumerate(outputs) if place not in strays]
 
-    def _share(self, outputs: list[Any], owner: Scope | None) -> list[Any]:
-        """Split the outputs of one step: this caller's go out, the others' to the mailbox."""
+    def share(self, outputs: list[Any], owner: Scope | None, *, all_wait: bool = False) -> list[Any]:
+        """Split the outputs of one step: this caller's are returned, the others wait in the mailbox.
+
+        all_wait: nobody can take any now. Nothing is changed before all were looked at.
+        """
         ledger = self.ledger
+        looked_at: list[tuple[Any, Any]] = []
+        self.step_started = time.monotonic()
+        try:
+            for output in outputs:
+                record = ledger.in_flight.get(output.request_id)
+                waits = record is not None and (all_wait or not ledger.takes(owner, record))
+                looked_at.append((output, self._snapshot_of(output) if waits else None))
+        except BaseException as error:  # noqa: BLE001  (it fails with it)
+            self._fail_with_outputs(outputs, error)
+        finally:
+            self.step_started = None
         mine = []
-        for output in outputs:
+        for output, snapshot in looked_at:
             record = ledger.in_flight.get(output.request_id)
             if record is None:
                 self.note_stray(output)
-            elif not ledger.takes(owner, record):
-                ledger.post(record, self.engine.copy_output(output))
+            elif snapshot is not None:
+                ledger.post(record, snapshot)
             else:
                 mine.append(output)
                 if output.finished:
@@ -526,19 +646,50 @@ class Core:
         self._settle()
         return mine
 
+    def _snapshot_of(self, output: Any) -> Any:
+        snapshot = self.engine.copy_output(output)
+        if (snapshot.request_id, snapshot.finished) != (output.request_id, output.finished):
+            raise RuntimeError(f"copy_output() of {output!r} returned {snapshot!r}")
+        return snapshot
+
+    def _fail_with_outputs(self, outputs: list[Any], cause: BaseException) -> NoReturn:
+        """Not all outputs of a step can be understood: fail, and nobody loses those that can be."""
+        for output in outputs:
+            name = getattr(output, "request_id", None)
+            record = self.ledger.in_flight.get(name) if isinstance(name, str) else None
+            if record is not None and hasattr(output, "finished"):
+                self.ledger.post(record, output)
+        self.fail_with("step", cause)
+
     def step_engine(self) -> list[Any]:
-        """One engine step, and nothing else."""
+        """One engine step: its outputs, each once. With none, it must have work left for what is in flight."""
         self.step_started = time.monotonic()
         try:
-            return self._step()
+            outputs = self._step()
+            lost = not outputs and self.ledger.in_flight and not self._has_work()
         except BaseException as cause:  # noqa: BLE001  (fail_with raises)
             self.fail_with("step", cause)
         finally:
             self.step_started = None
+        if lost:
+            self.fail_with("step", self.lost())
+        if type(outputs) is not list:
+            self.fail_with("step", TypeError(f"step() returned {outputs!r}, not a list"))
+        if outputs and len(set(map(id, outputs))) < len(outputs):
+            return self._each_once(outputs)
+        return outputs
+
+    def _each_once(self, outputs: list[Any]) -> list[Any]:
+        seen: dict[int, Any] = {}
+        for output in outputs:
+            if id(output) in seen:
+                self.note_stray(output)
+            seen[id(output)] = output
+        return list(seen.values())
 
     def note_stray(self, output: Any) -> None:
         """An output of a request that already ended, or never began, reaches nobody."""
-        self.events.emit_repeatable("unexpected_output", call=str(output.request_id))
+        self.events.emit_repeatable("unexpected_output", call=str(getattr(output, "request_id", None)))
 
     # -- sleep: what a `Sleep` is made of --------------------------------------------------------------
 
@@ -559,7 +710,7 @@ class Core:
             raise self.invalid(call, wrong)
         self.require(call)
         request = SleepRequest(level, mode, timeout, on_timeout, max_steps, pause)
-        with self.reading_engine(call):
+        with self.reading_engine(str(request)):
             return Sleep(self, request)
 
     def _wrong_with_sleep(
@@ -585,20 +736,23 @@ class Core:
         """Take what never started out of the engine, to be admitted again after the wake."""
         inside = {record.engine_id: record for record in self.ledger.in_flight.values() if record.recallable}
         unstarted = self.engine.unstarted(list(inside))
-        if unstarted:
-            self.run("abort_request", lambda: self.engine.abort(unstarted))
-        for engine_id in unstarted:
+        if len(set(unstarted)) != len(unstarted) or not inside.keys() >= set(unstarted):
+            raise RuntimeError(f"unstarted() returned {unstarted!r}, asked about {list(inside)}")
+        for engine_id in unstarted:  # first of all: if the abort fails, they still never started
             self.ledger.recall(inside[engine_id])
+        left = self._abort({engine_id: inside[engine_id].request_id for engine_id in unstarted})
+        for engine_id in unstarted:
+            if inside[engine_id].request_id in left:  # it is drained like any other
+                del self.unaborted[inside[engine_id].request_id]
+                self.ledger.into_engine(inside[engine_id], engine_id)
 
     def end_all(self, reason: str) -> tuple[str, ...]:
         """End everything in flight with the tokens it has. Returns the ids."""
-        records = list(self.ledger.in_flight.values())
-        engine_ids = [record.engine_id for record in records]
-        for record in records:
+        doomed = {record.engine_id: record.request_id for record in self.ledger.in_flight.values()}
+        for record in list(self.ledger.in_flight.values()):
             self._end(record, reason)
-        if engine_ids:
-            self.run("abort_request", lambda: self.engine.abort(engine_ids))
-        return tuple(record.request_id for record in records)
+        self._abort(doomed)
+        return tuple(doomed.values())
 
     def readmit(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Pass what is held to the engine, oldest first. Returns (readmitted, rejected) ids."""
@@ -610,13 +764,13 @@ class Core:
 
     def _readmit(self, readmitted: list[str], rejected: list[str]) -> None:
         self.engine.forget_media()
-        add = self.engine.add
         for record in self.ledger.oldest_first():
             try:
-                engine_id = add(record.call)
+                engine_id = self._added(record.call)
             except (ValueError, TypeError) as error:
                 # It was valid when it was held; an adapter may have been removed meanwhile.
-                self.ledger.drop(record)
+                why = f"{record.request_id} was held, and refused at the wake: {error}"
+                self.ledger.drop(record, InvalidArgument(why, call="add_request"))
                 rejected.append(record.request_id)
                 self.events.emit("request_rejected", call=record.request_id, error=str(error))
             else:
@@ -671,24 +825,30 @@ class Core:
     def _wake(self, todo: tuple[str, ...], *, completes: bool, arrives: bool) -> WakeReport:
         """Map `todo`. completes: it is all that sleeps; arrives: the state may change without it."""
         started = time.monotonic()
-        before = self.engine.memory()
+        before, was = self.memory(), self.resident
         # Weights that were loaded are looked at before the KV cache takes the rest of the memory.
         if completes and WEIGHTS not in todo:
             self.weights.judge(self.engine)
-        not_back = self._map(todo) if todo else frozenset()
-        if WEIGHTS in todo and WEIGHTS not in not_back:
+        short = self._map(todo) if todo else None
+        not_back = frozenset(todo) - self.resident
+        if WEIGHTS in self.resident - was:
             self.weights.mapped(self.engine)
-            if completes:
+            if completes and not not_back:
                 self.weights.judge(self.engine)
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()
-        if arrives or set(todo) - not_back:
+        if arrives or self.resident != was:
             readmitted, rejected = self._arrive(Trigger.WAKE)
-        after = self.engine.memory()
+        after = self.memory()
         self.note_memory("wake_up", before, after)
         if not_back:
-            msg = f"wake_up({list(todo)}) returned, but {sorted(not_back)} did not come back"
-            raise WakeFailed(msg, tags=todo, missing_bytes=None)
+            did = f"found too little device memory ({short})" if short else "returned"
+            raise WakeFailed(
+                f"wake_up({list(todo)}) {did}, and {sorted(not_back)} did not come back; "
+                f"the engine is {self.describe()}; free device memory and call it again",
+                tags=tuple(tag for tag in todo if tag in not_back),
+                missing_bytes=short.missing_bytes if short else None,
+            ) from short
         return WakeReport(
             awake=self.state in table.SERVING,
             state=self.describe(),
@@ -727,15 +887,28 @@ class Core:
             noop=True,
         )
 
-    def _map(self, tags: tuple[str, ...]) -> frozenset[str]:
-        """Have the engine map these tags. Returns those that did not come back."""
+    def _map(self, tags: tuple[str, ...]) -> OutOfDeviceMemory | None:
+        """Have the engine map these tags, and read what came back. Returns why not all of it."""
+        short: OutOfDeviceMemory | None = None
         try:
             self.run("wake_up", lambda: self.engine.wake_up(tags), passes=(OutOfDeviceMemory,), announce=True)
         except OutOfDeviceMemory as cause:
-            msg = f"wake_up({list(tags)}) mapped nothing: {cause}; free device memory and call it again"
-            raise WakeFailed(msg, tags=tags, missing_bytes=cause.missing_bytes) from cause
-        self.resident = self.engine.condition().resident
-        return frozenset(tags) - self.resident
+            short = cause
+        resident = self.condition().resident
+        if not resident >= self.resident:
+            raise RuntimeError(f"wake_up({list(tags)}) took away {sorted(self.resident - resident)}")
+        if short and resident >= set(tags):  # mapped, but who knows with what in it
+            raise short
+        self.resident = resident
+        return short
+
+    def schedule(self, *, on: bool) -> None:
+        """Have the engine schedule again, or no more, and look whether it does."""
+        call = "resume_scheduling" if on else "pause_scheduling"
+        self.run(call, self.engine.resume_scheduling if on else self.engine.pause_scheduling)
+        with self.reading_engine(call):
+            if self.condition().paused is on:
+                raise RuntimeError(f"{call}() returned, but the engine is {'' if on else 'not '}paused")
 
     def _arrive(self, trigger: Trigger) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Memory or weights changed: serve if everything holds now, and tell."""
@@ -743,18 +916,20 @@ class Core:
         rejected: tuple[str, ...] = ()
         if self.facts().servable:
             if self.paused or (trigger is Trigger.WEIGHTS_VALID and self.level == 0):
-                self.run("pause_scheduling", self.engine.pause_scheduling)
+                self.schedule(on=False)
                 self.level = 0
             else:
-                self.run("resume_scheduling", self.engine.resume_scheduling)
+                self.schedule(on=True)
                 self.level = None
                 readmitted, rejected = self.readmit()
+        elif trigger is Trigger.WAKE and self.level == 0 and self.resident >= MEMORY_TAGS and not self.paused:
+            self.level = None  # the pause is over: the load that is missing comes back to no pause
         self.fire(trigger)
         return readmitted, rejected
 
     def _look_again(self) -> None:
         """Everything is back but the weights were not valid: perhaps somebody loaded them unseen."""
-        if self.resident >= MEMORY_TAGS and self.weights.judge(self.engine):
+        if self.transition is None and self.resident >= MEMORY_TAGS and self.weights.judge(self.engine):
             self._drop_caches("load")
             self._arrive(Trigger.WEIGHTS_VALID)
 
@@ -762,7 +937,7 @@ class Core:
         """End a pause (level 0). Asleep deeper than that, only the next wake is affected."""
         self.require("resume")
         self.paused = False
-        if self.state is State.SLEEPING and self.level == 0:
+        if self.level == 0 and self.resident >= MEMORY_TAGS:
             return self.wake_up([SCHEDULING])
         return self._nothing_to_wake("resume")
 
@@ -771,8 +946,17 @@ class Core:
         self.require("release_kv_cache_memory")
         if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
+        with self.reading_engine("release_kv_cache_memory"):
+            if self.engine.has_work():  # ids of finished requests, which the workers must still be told
+                self.step_engine()
+            if self.engine.has_work():
+                self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
-        self.resident = self.engine.condition().resident
+        with self.reading_engine("release_kv_cache_memory"):
+            condition = self.condition()
+            if not condition.paused or condition.resident != {WEIGHTS}:
+                raise RuntimeError(f"release_kv_cache_memory() returned, but the engine is {condition}")
+        self.resident = condition.resident
         self.fire(Trigger.RELEASE_KV)
 
     # -- weights ---------------------------------------------------------------------------------------
@@ -791,10 +975,10 @@ class Core:
             result = self.run(call, effect, passes=(Exception,), announce=True)
         except Exception as error:
             if not isinstance(error, EngineFailed):
-                self._taint()
+                self._taint(f"{call} failed ({error!r})")
             raise
         if opens:
-            self._taint(opens_update=True)
+            self._taint(f"{call} began an update that has not finished", opens_update=True)
             return result
         self._drop_caches(call)
         self.weights.loaded(call, self.engine, whole=whole, version=version)
@@ -805,17 +989,18 @@ class Core:
         if self.state is State.PARTIALLY_AWAKE and self.facts().servable:
             self._arrive(Trigger.WEIGHTS_VALID)
 
-    def _taint(self, *, opens_update: bool = False) -> None:
-        self.weights.taint(opens_update=opens_update)
+    def _taint(self, why: str, *, opens_update: bool = False) -> None:
+        self.weights.taint(why, opens_update=opens_update)
         if self.state in (State.AWAKE, State.SLEEPING):
-            self.run("pause_scheduling", self.engine.pause_scheduling)
+            self.schedule(on=False)
             self.fire(Trigger.WEIGHTS_TAINTED)
 
     def _drop_caches(self, call: str) -> None:
         """What was computed with the old weights must not be served."""
-        if not self.run("reset_caches", self.engine.reset_caches):
-            self._taint()
-            raise CacheNotReset(f"{call}: the engine kept caches computed with the old weights", call=call)
+        if self.run("reset_caches", self.engine.reset_caches) is not True:
+            why = f"{call}: the engine kept caches computed with the old weights"
+            self._taint(why)
+            raise CacheNotReset(why, call=call)
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """The caller says that the weights are loaded. Checked where they can be."""
@@ -896,43 +1081,62 @@ class Core:
         try:
             # The old engine's shutdown takes torch.distributed down for the whole process,
             # so nothing of it may be left once the new one exists.
-            self.let_go(shutdown=True)
+            try:
+                self.let_go(shutdown=True)
+            except Exception as error:  # noqa: BLE001  (of an engine that is known to be broken)
+                self.events.emit("operation_end", call="shutdown", error=repr(error))
             _forget_frames(self.cause)
             gc.collect()
             engine = build()
+            self.paused = False
+            with self.reading_engine("recover"):
+                self._adopt(engine)
+            readmitted = self.readmit()[0] if self.facts().servable and self.level is None else ()
         finally:
             self.operation = None
-        self.paused = False
-        self._adopt(engine)
         self.cause = None
-        readmitted = self.readmit()[0] if self.facts().servable and self.level is None else ()
         self.fire(Trigger.RECOVER, duration_s=time.monotonic() - started)
         return readmitted
 
     def let_go(self, *, shutdown: bool) -> None:
         """Drop every reference to the engine, and shut it down if it is ours to."""
-        engine, self._engine, self._step = self._engine, None, _no_step
+        engine, self._engine = self._engine, None
+        self._step = self._has_work = _no_step
         if shutdown and engine is not None:
             engine.shutdown()
 
     def close(self, *, shutdown: bool) -> None:
-        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken."""
+        """End. With `shutdown`, what is in flight ends with the tokens it has, still to be taken.
+
+        Without, the engine goes on elsewhere: a drain under way is rolled back first.
+        """
         if self.state is State.CLOSED:
             return
         self.require("close")
-        if self.transition is not None:
-            self.transition.cancel()
-        if shutdown and self.ledger.in_flight:
-            self.end_all("abort")
+        self.operation = Operation("close" if shutdown else "detach", time.monotonic())
+        try:
+            if self.transition is not None and not shutdown:
+                self.transition.cancel()
+            if shutdown and self.ledger.in_flight:
+                with self.reading_engine("close"):
+                    self.end_all("abort")
+        finally:  # whatever the engine says to that, it is the end
+            try:
+                self._end_here("closed" if shutdown else "detached")
+                self.let_go(shutdown=shutdown)
+            finally:
+                self.operation = None
+
+    def _end_here(self, how: str) -> None:
         unserved = list(self.ledger.held)
         for record in [*self.ledger.held.values(), *self.ledger.in_flight.values()]:
             self.ledger.drop(record)
+        self.transition = None
         self.fire(Trigger.CLOSE)
-        self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
-        self.let_go(shutdown=shutdown)
+        self.events.emit(how, counts={"unserved": len(unserved)})
 
 
-def _no_step() -> list[Any]:
+def _no_step() -> Any:
     raise InternalError("a step without an engine")
 
 

@@ -34,14 +34,16 @@ class Scope:
     """Who may take a request's outputs. live: its live requests.
 
     keeps: a blocking call that must give back what it was handed if it is interrupted.
+    error: why one of its requests came to an end for which it gets no output.
     """
 
-    __slots__ = ("call", "handed_out", "keeps", "live")
+    __slots__ = ("call", "error", "handed_out", "keeps", "live")
 
     def __init__(self, call: str, *, keeps: bool = False) -> None:
         self.call = call
         self.keeps = keeps
         self.live = 0
+        self.error: Exception | None = None
         self.handed_out: list[tuple[Record, Any]] = []
 
 
@@ -88,6 +90,10 @@ class Ledger:
     def is_live(self, request_id: str) -> bool:
         """Whether this id has not come to its end yet."""
         return request_id in self.in_flight or request_id in self.held or request_id in self.undelivered
+
+    def is_new_handle(self, name: str) -> bool:
+        """Whether no live request goes by this engine id."""
+        return name not in self._handles
 
     def records(self) -> Iterator[Record]:
         """All live requests."""
@@ -177,10 +183,12 @@ class Ledger:
 
     # -- ends ------------------------------------------------------------------------------------------
 
-    def finished(self, record: Record) -> None:
-        """Its last output goes straight to its caller."""
-        del self.in_flight[record.request_id]
+    def finished(self, record: Record) -> bool:
+        """Its last output goes straight to its caller. False if it had ended before."""
+        if self.in_flight.pop(record.request_id, None) is None:
+            return False
         self._forget(record)
+        return True
 
     def post(self, record: Record, output: Any) -> None:
         """An output waits in the mailbox; its last one ends the request. The output is a snapshot."""
@@ -211,8 +219,12 @@ class Ledger:
         if owner is not None and owner.keeps:
             owner.handed_out.append((record, output))
 
-    def drop(self, record: Record) -> None:
-        """End a request without delivery: its own caller gave it up, or nothing can be delivered."""
+    def drop(self, record: Record, error: Exception | None = None) -> None:
+        """End a request without delivery: its own caller gave it up, or nothing can be delivered.
+
+        error: what its caller must be told instead of an output.
+        """
+        record.owner.error = record.owner.error or error
         for place in (self.in_flight, self.held, self.undelivered):
             place.pop(record.request_id, None)
         if any(entry is record for entry, _ in self.mailbox):

@@ -34,7 +34,7 @@ from lifecycle.errors import (
     ReleaseFailed,
     some,
 )
-from lifecycle.table import WEIGHTS, State, Trigger
+from lifecycle.table import MEMORY_TAGS, WEIGHTS, State, Trigger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 RELEASED_ENOUGH = 0.5
 # A long drain says how far it is this often, in seconds.
 PROGRESS_EVENT_S = 1.0
+_NOTHING_OF_OURS = Progress(0, frozenset())
 
 
 class SleepRequest(NamedTuple):
@@ -98,9 +99,13 @@ class Sleep:
     def advance(self) -> SleepReport | None:
         """Run one engine step or one phase; the report once the engine sleeps.
 
-        Raises DrainTimeout, DrainStalled (both rolled back), EngineFailed, ReleaseFailed.
+        Raises DrainTimeout, DrainStalled (both rolled back), EngineFailed, ReleaseFailed; and
+        where another call ended it meanwhile, EngineFailed, Closed or DrainCancelled.
         """
         if self.report is None:
+            if self._core.transition is not self:
+                self._core.require("sleep")  # it failed, or was closed
+                raise self.cancelled("another call ended it")
             with self._core.reading_engine(str(self)):
                 self._phase()
         return self.report
@@ -168,12 +173,17 @@ class Sleep:
         elif mode == "abort":
             self.aborted = core.end_all("abort")
         elif mode == "keep":
-            core.run("pause_scheduling", core.engine.pause_scheduling)
+            core.schedule(on=False)
 
     def _drain(self) -> None:
-        engine = self._core.engine
-        busy = engine.has_launched() if self.mode == "keep" else engine.has_work()
+        core = self._core
+        keeps = self.mode == "keep"
+        busy = core.engine.has_launched() if keeps else core.engine.has_work()
+        if not isinstance(busy, bool):
+            raise TypeError(f"{'has_launched' if keeps else 'has_work'}() returned {busy!r}")
         if not busy:
+            if not keeps and core.ledger.in_flight:
+                raise core.lost()
             self._phase = self._release
             return
         seconds = time.monotonic() - self.started
@@ -193,42 +203,49 @@ class Sleep:
     def _step(self) -> None:
         """One engine step; its outputs wait in the mailbox as snapshots."""
         core = self._core
-        ledger, engine = core.ledger, core.engine
         if self.steps == 0:
             self._counts = self._count()
-        before = self._counts
+        before, in_flight = self._counts, dict(core.ledger.in_flight)
         outputs = core.step_engine()
         self.steps += 1
+        core.share(outputs, None, all_wait=True)
         for output in outputs:
-            record = ledger.in_flight.get(output.request_id)
-            if record is None:
-                core.note_stray(output)
-                continue
-            if output.finished:
+            record = in_flight.get(output.request_id)
+            if record is not None and output.finished:
+                del in_flight[output.request_id]
                 self.drained.append(record.request_id)
                 old = 0 if record.call.delta else before[record.request_id]
-                self.tokens += engine.count_tokens(output) - old
-            ledger.post(record, engine.copy_output(output))
+                self.tokens += core.engine.count_tokens(output) - old
         self._counts = self._count()
         self.tokens += sum(count - before[name] for name, count in self._counts.items())
 
     def _count(self) -> dict[str, int]:
         """Tokens so far of what is in flight."""
         tokens = self._core.engine.tokens
-        return {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
+        counts = {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
+        wrong = [count for count in counts.values() if not isinstance(count, int)]
+        if wrong:
+            raise TypeError(f"tokens() returned {wrong[0]!r}")
+        return counts
 
     def _look_for_progress(self) -> None:
         core = self._core
         progress, now = core.engine.progress(), time.monotonic()
+        if not isinstance(progress, Progress):
+            raise TypeError(f"progress() returned {progress!r}")
+        if not core.ledger.in_flight:  # what it still computes is nobody's
+            progress = _NOTHING_OF_OURS
         if now - self._said_at >= PROGRESS_EVENT_S:
             self._said_at = now
             core.note_progress(
                 str(self), remaining=len(self.remaining()), steps=self.steps, tokens=self.tokens
             )
-        if progress != self._progress or self._progress is None:
+        if progress != self._progress:
             self._progress, self._progress_at = progress, now
         elif now - self._progress_at >= core.stall_s and not core.capabilities.lockstep:
-            self._give_up(DrainStalled, f"computed nothing for {core.stall_s} s, though it says it has work")
+            self._give_up(
+                DrainStalled, f"computed nothing of ours for {core.stall_s} s, though it says it has work"
+            )
 
     def _expire(self, seconds: float) -> None:
         """The deadline passed: roll back, or fall through to a mode that ends now."""
@@ -257,7 +274,7 @@ class Sleep:
             return False
         self.draining = False
         core.transition = None
-        core.run("resume_scheduling", core.engine.resume_scheduling)
+        core.schedule(on=True)
         core.readmit()
         core.fire(Trigger.ROLL_BACK, call=str(self), duration_s=time.monotonic() - self.started)
         core.events.emit("operation_end", call=str(self), error="rolled back")
@@ -278,12 +295,12 @@ class Sleep:
         """Have the engine release its memory, and look whether it did."""
         core, level = self._core, self._request.level
         drained_at = time.monotonic()
-        before = core.engine.memory()
+        before = core.memory()
         core.run("sleep", lambda: core.engine.sleep(level), announce=True)
-        condition = core.engine.condition()
-        if not condition.paused or (level > 0 and condition.resident):
+        condition = core.condition()
+        if not condition.paused or condition.resident != (frozenset() if level else MEMORY_TAGS):
             core.fail_with("sleep", RuntimeError(f"sleep({level}) returned, but the engine is {condition}"))
-        after = core.engine.memory()
+        after = core.memory()
         core.fell_asleep(level, condition.resident, pause=self._request.pause)
         self.draining = False
         core.transition = None

@@ -18,7 +18,7 @@ end of the update, or the caller's word cures that.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from lifecycle.audit import EventLog
 from lifecycle.engine import Engine
@@ -29,13 +29,19 @@ POLICIES: Final = ("checked", "declared", "unchecked")
 
 
 class WeightsKeeper:
-    """The condition of one engine's weights. `run` runs an engine call under the core's eyes.
+    """The condition of one engine's weights. `run` and `fail` are the core's own.
 
     epoch counts loads; version is the caller's own label for the last one.
     """
 
     def __init__(
-        self, policy: str | None, *, checkable: bool, run: Callable[..., Any], events: EventLog
+        self,
+        policy: str | None,
+        *,
+        checkable: bool,
+        run: Callable[..., Any],
+        fail: Callable[[str, BaseException], NoReturn],
+        events: EventLog,
     ) -> None:
         self.policy = _resolve(policy, checkable=checkable)
         self.condition = Weights.VALID
@@ -43,9 +49,11 @@ class WeightsKeeper:
         self.version: str | None = None
         self.missing: tuple[str, ...] = ()
         self._run = run
+        self._fail = fail
         self._events = events
         self._filled = False
         self._before_update: Weights | None = None
+        self._tainted_by = "an update of them never came to its end"  # as an engine may be found
 
     def found(self, condition: Weights) -> None:
         """What the engine's weights are in when it is taken over."""
@@ -64,7 +72,10 @@ class WeightsKeeper:
         if self.condition is Weights.DISCARDED and self.policy == "checked" and not self._filled:
             self._run("discard_weights", engine.discard_weights)
             self._filled = True
-        self.look(engine)
+            if not self.look(engine):
+                self._fail("discard_weights", RuntimeError("discard_weights() returned, but filled nothing"))
+        else:
+            self.look(engine)
 
     def judge(self, engine: Engine) -> bool:
         """Everything is resident: were discarded weights loaded by now? True if that is new."""
@@ -79,7 +90,10 @@ class WeightsKeeper:
     def look(self, engine: Engine) -> tuple[str, ...]:
         """What was filled and never loaded since."""
         if self._filled:
-            self.missing = self._run("missing_weights", engine.missing_weights)
+            missing = self._run("missing_weights", engine.missing_weights)
+            if not isinstance(missing, tuple):
+                self._fail("missing_weights", TypeError(f"missing_weights() returned {missing!r}"))
+            self.missing = missing
         return self.missing
 
     def loaded(self, call: str, engine: Engine, *, whole: bool, version: str | None) -> None:
@@ -92,13 +106,17 @@ class WeightsKeeper:
             self.valid(call, version)
 
     def way_out(self) -> str:
-        """What the caller must do before they can be served."""
+        """Why they can't be served, and what the caller must do before they can."""
+        way = "reload_weights(), or load them yourself and then mark_weights_loaded()"
+        if self.condition is Weights.TAINTED:
+            return f"{self._tainted_by}, so they are neither the old nor the new; {way}"
         if not self._filled:
-            return "reload_weights(), or load them yourself and then mark_weights_loaded()"
+            return f"nobody has said that they were loaded since; {way}"
         return f"load the weights; never loaded: {some(self.missing)}"
 
-    def taint(self, *, opens_update: bool) -> None:
+    def taint(self, why: str, *, opens_update: bool = False) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
+        self._tainted_by = why
         if not opens_update:
             self._before_update = None
         elif self._before_update is None:

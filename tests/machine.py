@@ -25,16 +25,13 @@ from lifecycle import (
     IllegalCall,
     InvalidArgument,
     LifecycleError,
-    WakeFailed,
 )
 from lifecycle.table import GUARDS, RULES, Facts, State, Trigger, Weights
 from lifecycle.testing import strategies
 from lifecycle.testing.strategies import ScriptedFault
 from tests.oracle import (
-    EVERYTHING,
     FINE,
     INVALID,
-    KV_CACHE,
     LATE,
     NOTHING,
     REFUSED,
@@ -116,8 +113,6 @@ class Machine(RuleBasedStateMachine):
     """The rules. A subclass says in `start` on what they run."""
 
     reached = Reached()
-    most_tokens = 20
-    most_samples = 3
 
     def start(self, options, found):
         """Return a new bench: an engine, its lifecycle, and the world as it was found."""
@@ -204,10 +199,20 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), count=st.integers(1, 4))
     def submit(self, data, count):
+        self.submit_some(data, count)
+
+    @precondition(lambda self: self.world.serving)
+    @rule(data=st.data(), count=st.integers(1, 4), times=st.integers(0, 3))
+    def submit_and_step(self, data, count, times):
+        """Most of a rollout is this."""
+        self.submit_some(data, count)
+        for _ in range(times):
+            self.step_once()
+
+    def submit_some(self, data, count):
         for _ in range(count):
             if self.world.may_add(self.bench.lifecycle.snapshot().held) == FINE:
-                options = strategies.sampling_options(self.most_tokens, self.most_samples)
-                self.add(data.draw(self.bench.prompts()), data.draw(options))
+                self.add(data.draw(self.bench.prompts()), data.draw(self.bench.sampling_options()))
 
     @rule(times=st.integers(1, 6))
     def step(self, times):
@@ -226,6 +231,22 @@ class Machine(RuleBasedStateMachine):
             assert result, "outputs waited and none came"
         self.outputs(result)
 
+    @precondition(lambda self: self.world.alive and hasattr(self.bench, "_generate"))
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def generate(self, data, count):
+        """A blocking call beside the others: it returns its own outputs in order, and no others."""
+        options = {**data.draw(self.bench.sampling_options()), "output_kind": 2, "n": 1}
+        prompts = [data.draw(self.bench.prompts()) for _ in range(count)]
+        self.look()
+        self.world.looks_before_serving()
+        inside = self.world.physical.inside
+        took, outputs = self.call(FINE if self.world.serving else REFUSED, "generate", prompts, options)
+        if took:
+            for prompt, output in zip(prompts, outputs, strict=True):
+                self.requests.ask(output.request_id, prompt, options, self.world.contents)
+            self.outputs(outputs)
+            assert inside <= self.world.physical.inside | set(self.requests.asked)
+
     @precondition(lambda self: not self.world.closed and self.requests.live())
     @rule(data=st.data())
     def abort(self, data):
@@ -233,6 +254,8 @@ class Machine(RuleBasedStateMachine):
         took, _ = self.call(FINE, "abort", [*names, "nobody-has-this-id"])
         if took:
             self.requests.given_up(names)
+        elif self.world.alive or self.world.failed:
+            self.requests.may_vanish(names)  # a fault struck: the engine may have forgotten them or not
 
     # -- sleep and wake --------------------------------------------------------------------------------
 
@@ -251,8 +274,12 @@ class Machine(RuleBasedStateMachine):
             self.world.paused = True
 
     @precondition(lambda self: self.world.alive)
-    @rule(options=strategies.sleeps(), data=st.data())
-    def sleep(self, options, data):
+    @rule(options=strategies.sleeps())
+    def sleep(self, options):
+        self.sleep_legally(options)
+
+    def sleep_legally(self, options):
+        self.look()
         limited = "max_steps" in options or "timeout" in options
         must = self.world.may_sleep(options["level"], options["mode"], limited=limited, pause=False)
         if must != REFUSED:
@@ -262,77 +289,84 @@ class Machine(RuleBasedStateMachine):
     @rule(
         mode=st.sampled_from(["wait", "wait_all"]),
         level=st.sampled_from([0, 1, 2]),
-        at=st.integers(1, 4),
+        at=st.sampled_from([1, 2, 4, None]),
         visit=st.sampled_from(["add", "abort", "wake", "raise", "close"]),
         data=st.data(),
     )
     def sleep_with_a_visitor(self, mode, level, at, visit, data):
-        """Another thread comes during the drain, or the progress callback raises."""
-        options = data.draw(strategies.sampling_options(self.most_tokens, self.most_samples))
-        prompt, victim = data.draw(self.bench.prompts()), data.draw(st.sampled_from(self.requests.live()))
+        """During the drain (at None: at its end) another thread comes, or the progress callback raises."""
+        visitor = getattr(self, f"visit_and_{visit}")
         lifecycle, held = self.bench.lifecycle, None
 
         def come(view):
             nonlocal held
-            if view.steps != at:
+            if held is not None or (view.remaining if at is None else view.steps < at):
                 return
             snapshot = lifecycle.snapshot()
             assert snapshot.state == "draining"
             assert snapshot.operation.startswith("sleep")
             held = snapshot.held
-            if visit == "raise":
-                raise ScriptedFault("the caller's own callback")
-            _in_a_thread(lambda: visitors[visit](held))
+            visitor(data, held)
 
-        def add(held):
-            full = self.world.max_held is not None and held >= self.world.max_held
-            name = self.bench.new_id()
-            assert _kind(_error(lambda: self.bench.make("add", name, prompt, options))) == (
-                REFUSED if full else FINE
-            )
-            if not full:
-                self.requests.ask(name, prompt, options, self.world.contents)
-
-        def abort(held):
-            self.bench.make("abort", [victim])
-            self.requests.given_up([victim])
-
-        def wake(held):
-            assert _kind(_error(lambda: lifecycle.wake_up())) == REFUSED
-
-        def close(held):
-            self.requests.may_end(self.bench.physical().inside, "abort")
-            self.bench.make("close")
-
-        visitors = {"add": add, "abort": abort, "wake": wake, "close": close}
         error = _error(lambda: lifecycle.sleep(level, mode, progress=come))
         came = held is not None
-        self.reached.outcomes[f"sleep, visited by {visit if came else 'nobody'}", _kind(error)] += 1
+        self.reached.outcomes[f"sleep, visited to {visit if came else 'nothing'}", _kind(error)] += 1
         self.look()
-        if came and visit == "close":
+        if came and visit == "raise":
+            assert isinstance(error, DrainCancelled), error
+        elif came and visit == "close":
             assert _kind(error) == REFUSED, error
             self.closed(held)
-        elif came and visit == "raise":
-            assert isinstance(error, DrainCancelled), error
         else:
             assert error is None, error
-            self.look()
             self.world.slept(level, pause=False)
 
+    def visit_and_raise(self, data, held):
+        raise ScriptedFault("the caller's own callback")
+
+    def visit_and_add(self, data, held):
+        options = data.draw(self.bench.sampling_options())
+        prompt, name = data.draw(self.bench.prompts()), self.bench.new_id()
+        full = self.world.max_held is not None and held >= self.world.max_held
+        error = _in_a_thread(lambda: self.bench.make("add", name, prompt, options))
+        assert _kind(error) == (REFUSED if full else FINE)
+        if not full:
+            self.requests.ask(name, prompt, options, self.world.contents)
+
+    def visit_and_abort(self, data, held):
+        victim = data.draw(st.sampled_from(self.requests.live()))
+        assert _in_a_thread(lambda: self.bench.make("abort", [victim])) is None
+        self.requests.given_up([victim])
+
+    def visit_and_wake(self, data, held):
+        error = _in_a_thread(self.bench.lifecycle.wake_up)
+        assert _kind(error) == REFUSED
+        assert "sleep" in error.operation
+
+    def visit_and_close(self, data, held):
+        self.requests.may_end(self.bench.physical().inside, "abort")
+        assert _in_a_thread(lambda: self.bench.make("close")) is None
+
     @precondition(lambda self: self.world.alive)
-    @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]))
-    def pause(self, mode):
+    @rule(
+        mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]),
+        then=st.sampled_from([None, None, 1, 2]),
+    )
+    def pause(self, mode, then):
+        """A pause, and perhaps a deeper sleep on top of it, as a trainer does that holds all replicas."""
         self._sleep("pause", True, mode=mode)
+        if then and self.world.alive:
+            self.sleep_legally({"level": then, "mode": "keep"})
 
     @precondition(lambda self: self.world.alive)
     @rule()
     def resume(self):
         self.look()
-        ends = self.world.asleep and self.world.level == 0
+        ends = self.world.mapped and self.world.level == 0
         took, _ = self.call(FINE if ends else NOTHING, "resume")
         if took or not ends:
             self.world.paused = False
-        if took and ends:
+        if took:
             self.world.woke(completes=True)
 
     @precondition(lambda self: self.world.alive)
@@ -363,8 +397,9 @@ class Machine(RuleBasedStateMachine):
     # -- weights ---------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.may_load() == FINE)
-    @rule(kind=st.sampled_from(["reload", "reload", "rpc", "part", "hole", "fails"]), data=st.data())
-    def load(self, kind, data):
+    @rule(data=st.data())
+    def load(self, data):
+        kind = data.draw(st.sampled_from(self.bench.loads), label="kind")
         values = self.bench.values(data, kind)
         took, _ = self.call("raised" if kind == "fails" else FINE, kind, values)
         if kind == "fails" and self.world.alive:
@@ -378,9 +413,9 @@ class Machine(RuleBasedStateMachine):
                 self.world.looks_before_serving()
         self.requests.weights_became(self.bench.contents())
 
-    @precondition(lambda self: self.world.may_load() == FINE)
-    @rule(what=st.sampled_from(["update_begin", "update_end"]), data=st.data())
-    def update(self, what, data):
+    @precondition(lambda self: self.world.may_load() == FINE and self.bench.can_update)
+    @rule(what=st.sampled_from(["update_begin", "update_end"]))
+    def update(self, what):
         took, _ = self.call(FINE, what)
         if took and what == "update_begin":
             self.world.update_opened()
@@ -388,10 +423,10 @@ class Machine(RuleBasedStateMachine):
             self.world.update_closed()
 
     @precondition(lambda self: self.world.discarded and WEIGHTS in self.world.resident and self.world.alive)
-    @rule(data=st.data(), kind=st.sampled_from(["reload", "part"]))
-    def load_unseen(self, data, kind):
+    @rule(data=st.data(), whole=st.booleans())
+    def load_unseen(self, data, whole):
         """A broadcast, or a trainer that reaches through to the model."""
-        values = self.bench.values(data, kind)
+        values = self.bench.values(data, "reload" if whole else "part")
         took, _ = self.call(FINE, "unseen", values)
         if took:
             self.world.loaded_some(values, whole=False)
@@ -469,7 +504,7 @@ class Machine(RuleBasedStateMachine):
             self.call(REFUSED, "recover")
             self.close()
 
-    @rule(wanted=st.integers(0, 19))
+    @rule(wanted=st.integers(0, 7))
     def close_and_begin_again(self, wanted):
         if wanted == 0:
             self.close()
@@ -488,9 +523,9 @@ class Machine(RuleBasedStateMachine):
     def closed(self, held):
         self.world.closed = True
         while self.bench.lifecycle.has_unfinished_requests():
-            self.outputs(self.bench.make("step"))
-        self.call(REFUSED, "step")
-        assert len(self.requests.live()) == held, f"lost: {self.requests.live()}"
+            self.outputs(self.bench.lifecycle.step())
+        assert _kind(_error(self.bench.lifecycle.step)) == REFUSED
+        assert len(self.requests.lost()) <= held, f"lost: {self.requests.lost()}"
         self.bench.put_away()
         self._begin(self.options, "awake")
 
@@ -535,7 +570,7 @@ class Machine(RuleBasedStateMachine):
                     break
                 self.step_once()
             self.sound()
-            assert self.requests.live() == [], f"lost: {self.requests.live()}"
+            assert self.requests.lost() == []
         self.bench.put_away()
 
     def serve_again(self):
@@ -562,9 +597,9 @@ def _error(call):
 
 
 def _in_a_thread(call):
-    """Run it in another thread, to its end; what it raises is raised here."""
+    """Make a call in another thread, to its end. Returns what it raised, or None."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result(timeout=30)
+        return pool.submit(_error, call).result(timeout=30)
 
 
 def _kind(error):

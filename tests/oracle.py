@@ -45,14 +45,18 @@ class Asked:
 
 
 class Requests:
-    """Every request of a run. reference(asked, sample, contents, stop) is what the engine gives
-    uninterrupted: an object with token_ids, text, finish_reason and stop_reason."""
+    """Every request of a run.
+
+    reference(asked, sample, contents, stop) is what the engine gives uninterrupted: an object
+    with token_ids, text, finish_reason and stop_reason.
+    """
 
     def __init__(self, reference: Callable[..., Any]) -> None:
         self._reference = reference
         self.asked: dict[str, Asked] = {}
         self.finished = 0
         self._may_end: dict[str, set[str]] = {"abort": set(), "error": set()}
+        self._may_vanish: set[str] = set()
 
     def live(self) -> list[str]:
         return [name for name, asked in self.asked.items() if not asked.over]
@@ -76,9 +80,13 @@ class Requests:
         """These were reported as ended early: by a sleep or a close, or by a failure."""
         self._may_end[reason].update(names)
 
-    def lost(self, names: Iterable[str]) -> None:
-        """A fault cost these their end, and the caller was told so."""
-        self.given_up(names)
+    def may_vanish(self, names: Iterable[str]) -> None:
+        """A fault struck their own caller's abort: an end may come, and need not."""
+        self._may_vanish.update(names)
+
+    def lost(self) -> list[str]:
+        """What never ended, where everything should have."""
+        return [name for name in self.live() if name not in self._may_vanish]
 
     # -- judging ---------------------------------------------------------------------------------------
 
@@ -343,6 +351,8 @@ class World:
     def woke(self, *, completes: bool) -> None:
         if completes:
             self.looked()
+            if self.level == 0 and not self.paused:
+                self.level = None  # that was the end of the pause, whatever is still missing
         self.arrived(resumes=True)
 
     def arrived(self, *, resumes: bool) -> None:

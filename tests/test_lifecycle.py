@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -285,6 +286,27 @@ def test_timeout_zero_sleeps_only_if_quiet(run):
     assert run.engine.has_work()  # the last finished ids are still to be flushed: nobody waits for that
     assert run.lifecycle.sleep(1, timeout=0).level == 1
     run.lifecycle.wake_up()
+
+
+def test_kv_memory_is_released_after_an_abort_at_the_pause(run):
+    """The engine still has ids to flush then, and would refuse: they are flushed first."""
+    run.lifecycle.pause("keep")
+    run.lifecycle.abort_request(["r0", "r1", "r2", "r3"])
+    run.lifecycle.release_kv_cache_memory()
+    assert run.engine.resident == {"weights"}
+    assert run.lifecycle.resume().noop
+
+
+def test_weights_loaded_unseen_survive_a_sleep_at_level_1():
+    """What was loaded and not looked at yet is put aside by level 1, and valid after the wake."""
+    run = Run()
+    run.lifecycle.sleep(2)
+    run.lifecycle.wake_up()
+    run.engine.load_weights(make_weights(3).items())
+    run.lifecycle.sleep(1)
+    assert run.lifecycle.wake_up()
+    assert run.engine.weights == make_weights(3)
+    run.sound()
 
 
 def test_a_deadline_never_rolls_back_an_abort(run):
@@ -1197,6 +1219,51 @@ def test_an_update_at_a_pause_comes_back_to_the_pause(run):
         run.lifecycle.collective_rpc(call)
     assert (run.lifecycle.state, run.lifecycle.snapshot().level) == (State.SLEEPING, 0)
     assert run.lifecycle.wake_up()
+
+
+@pytest.mark.parametrize(
+    ("asleep", "awake"),
+    [
+        (lambda life: life.sleep(0), lambda life: life.wake_up()),
+        (lambda life: life.sleep(0), lambda life: life.resume()),
+        (lambda life: life.pause(), lambda life: life.resume()),
+    ],
+    ids=["sleep, wake_up", "sleep, resume", "pause, resume"],
+)
+def test_a_wake_during_an_update_ends_the_pause(run, asleep, awake):
+    """A pause that was ended while the weights were torn is over: their load serves without another wake."""
+    run.finish()
+    asleep(run.lifecycle)
+    run.lifecycle.collective_rpc("start_weight_update")
+    assert not awake(run.lifecycle)
+    assert run.lifecycle.state is State.PARTIALLY_AWAKE
+    run.add("during")
+    run.lifecycle.collective_rpc("finish_weight_update")
+    assert run.lifecycle.state is State.RUNNING
+    everything_right(run)
+
+
+def test_the_way_out_says_what_happened(run):
+    """An error about weights says why they are not valid: which update failed, or is not over."""
+    run.finish()
+    words = []
+    for call, error in (("start_weight_update", None), ("update_weights", OSError("the network"))):
+        if error:
+            run.engine.faults.add(call, raises=error)
+        with suppress(OSError):
+            run.lifecycle.collective_rpc(call)
+        with pytest.raises(WeightsNotValid) as refusal:
+            run.lifecycle.step()
+        words.append(str(refusal.value))
+    assert "start_weight_update began an update that has not finished, so they are neither" in words[0]
+    assert "update_weights failed (OSError('the network')), so they are neither" in words[1]
+
+
+def test_a_load_under_requests_names_them(run):
+    """The refusal of a load says whose requests are in the way."""
+    run.lifecycle.step()
+    with pytest.raises(IllegalCall, match=r"computed with them \(in flight: .*\); legal now"):
+        run.lifecycle.reload_weights()
 
 
 def test_the_callers_word_cures_a_failed_load_that_was_made_good(run):

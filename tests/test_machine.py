@@ -1,12 +1,17 @@
 """The machine of `tests/machine.py`, run on each surface."""
 
+import itertools
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine_adapter import attach
 from engine_adapter.simulated import (
     PARAMETERS,
     Garbage,
@@ -16,14 +21,20 @@ from engine_adapter.simulated import (
     expected_output,
     make_weights,
 )
-from lifecycle import Lifecycle
+from engine_adapter.simulated_llm import SimulatedLLM
+from lifecycle import Lifecycle, State
 from lifecycle.testing import strategies
 from lifecycle.testing.strategies import ScriptedFault
 from tests import report
+from tests.conftest import undo
+from tests.engines import model_dir, worker
 from tests.machine import Machine, Reached
-from tests.oracle import Physical, Requests, World
+from tests.oracle import EVERYTHING, Physical, Requests, World
 
 # `make test-deep` asks for more; by itself the run is the same every time.
+VLLM_PROMPTS = ("the cat sat", "on the mat", "and the dog did not")
+VLLM_SEEDS = (1, 2)
+VLLM_TOKENS = 8
 EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "0"))
 
 
@@ -49,7 +60,8 @@ def reference(asked, sample, contents, *, stop):
 class SimulatedBench:
     """`Lifecycle` on a simulated engine that it builds itself."""
 
-    can_fault = rebuildable = True
+    can_fault = can_update = rebuildable = True
+    loads = ("reload", "reload", "rpc", "part", "hole", "fails")
 
     def __init__(self, options, found, sink):
         self.options = options
@@ -67,7 +79,7 @@ class SimulatedBench:
 
     def build(self):
         found = self.next_found
-        engine = self.engine = SimulatedEngine(**self.options, dummy_weights=found == "dummy")
+        engine = self.engine = self.make_engine(**self.options, dummy_weights=found == "dummy")
         if found == "busy":
             for index in range(3):
                 engine.add(
@@ -77,6 +89,9 @@ class SimulatedBench:
         elif found != "awake":
             self.put_to_sleep(engine, found)
         return engine
+
+    def make_engine(self, **options):
+        return SimulatedEngine(**options)
 
     def put_to_sleep(self, engine, found):
         level = {"asleep 1": 1, "asleep 2": 2, "half": 1, "paused": 0}.get(found)
@@ -149,6 +164,9 @@ class SimulatedBench:
 
     def prompts(self):
         return strategies.prompts()
+
+    def sampling_options(self):
+        return strategies.sampling_options()
 
     def any_options(self):
         return {"max_tokens": 6, "n": 1, "seed": 1, "stop": None, "output_kind": 0}
@@ -258,6 +276,197 @@ class SimulatedBench:
         """The next run has an engine of its own."""
 
 
+class AttachedBench(SimulatedBench):
+    """An `LLM` on a simulated engine, attached to; calls go the way that a trainer makes them."""
+
+    rebuildable = False
+
+    def make_engine(self, **options):
+        self.llm = SimulatedLLM(**options)
+        return self.llm.simulated
+
+    def open(self, sink):
+        self.build()
+        held = 2 if self.next_found == "small" else None
+        self.lifecycle = attach(self.llm, sinks=(sink,), max_held=held)
+        self.world = self.found_world(max_held=held, rebuildable=False)
+
+    def _add(self, name, prompt, options):
+        prompt = {"prompt_token_ids": prompt}
+        self.llm.llm_engine.add_request(name, prompt, self.params(options))
+
+    def _step(self):
+        return self.llm.llm_engine.step()
+
+    def _abort(self, names):
+        self.llm.llm_engine.abort_request(names)
+
+    def _sleep(self, **options):
+        return self.llm.sleep(**options)
+
+    def _wake_up(self, tags):
+        return self.llm.wake_up(tags)
+
+    def _release_kv(self):
+        self.llm.llm_engine.release_kv_cache_memory()
+
+    def _rpc(self, values):
+        self.llm.collective_rpc("load_weights", args=(list(values.items()),))
+
+    _part = _rpc
+
+    def _unseen(self, values):
+        self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(values.items())
+
+    def _update_begin(self):
+        self.llm.start_weight_update()
+
+    def _update_end(self):
+        self.llm.finish_weight_update()
+
+    def _reset_prefix_cache(self):
+        self.llm.reset_prefix_cache()
+
+    def _rpc_prepare(self):
+        self.llm.collective_rpc("prepare_refit_info")
+
+    def _apply_model(self):
+        self.llm.apply_model(lambda model: None)
+
+    def _generate(self, prompts, options):
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(asked, self.params(options), use_tqdm=False)
+
+    def before_close(self, machine):
+        """An attached engine is let go of, and only with nothing held or waiting."""
+        names = machine.requests.live()
+        self.lifecycle.abort_request(names)
+        machine.requests.given_up(names)
+        machine.outputs(self.lifecycle.step() if self.lifecycle._core.ledger.mailbox else [])
+
+
+class VllmBench(AttachedBench):
+    """The same on a real vLLM with a tiny model; its weights are right, or lost, or have a hole."""
+
+    can_fault = can_update = False
+    loads = ("reload", "reload", "hole", "fails")
+    llm: Any = None
+    plain: Mapping[Any, Any] = {}
+
+    def open(self, sink):
+        self.next_found = "awake"
+        self.lifecycle = attach(self.llm, sinks=(sink,))
+        self.world = World({"k_proj": 1, "rest": 1}, rebuildable=False)
+        self.requests = Requests(self.uninterrupted)
+
+    def uninterrupted(self, asked, sample, contents, *, stop):
+        outputs = self.plain[asked.prompt, asked.options["seed"]][sample]
+        return outputs[asked.options["max_tokens"] - 1]
+
+    @classmethod
+    def learn(cls, llm):
+        """What the plain engine gives for everything that will be asked."""
+        cls.llm, plain = llm, {}
+        for index, (prompt, seed) in enumerate(itertools.product(VLLM_PROMPTS, VLLM_SEEDS)):
+            options = {"max_tokens": VLLM_TOKENS, "n": 2, "seed": seed, "stop": None, "output_kind": 0}
+            llm.llm_engine.add_request(str(index), prompt, cls.params(None, options))
+            plain[prompt, seed] = [[], []]
+            while llm.llm_engine.has_unfinished_requests():
+                for part in (part for output in llm.llm_engine.step() for part in output.outputs):
+                    part = replace(part, token_ids=list(part.token_ids), finish_reason="length")
+                    plain[prompt, seed][part.index].append(part)
+        cls.plain = plain
+
+    def params(self, options):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind(options["output_kind"])
+        return SamplingParams(**{**options, "output_kind": kind}, temperature=1.0, ignore_eos=True)
+
+    def prompts(self):
+        return st.sampled_from(VLLM_PROMPTS)
+
+    def sampling_options(self):
+        tokens = st.integers(1, VLLM_TOKENS)
+        return st.builds(
+            lambda options, tokens, seed: {**options, "max_tokens": tokens, "seed": seed, "stop": None},
+            strategies.sampling_options(most_samples=2),
+            tokens,
+            st.sampled_from(VLLM_SEEDS),
+        )
+
+    def physical(self):
+        core = self.llm.llm_engine.engine_core.engine_core
+        inside = {
+            state.external_req_id for state in self.llm.llm_engine.output_processor.request_states.values()
+        }
+        resident = EVERYTHING - set(core.model_executor.sleeping_tags)
+        return Physical(frozenset(resident), frozenset(inside), core.scheduler.pause_state.name != "UNPAUSED")
+
+    def contents(self):
+        holes = any(data.isnan().any() for data in worker(self.llm).get_model().state_dict().values())
+        return dict.fromkeys(("k_proj", "rest"), None if holes else 1)
+
+    def misuse(self):
+        return []
+
+    def struck(self):
+        return False
+
+    def disarm(self):
+        """Nothing is scripted here."""
+
+    def values(self, data, kind):
+        return {"rest": 1} if kind in ("hole", "part") else {"k_proj": 1, "rest": 1}
+
+    def checkpoint(self):
+        return {"k_proj": 1, "rest": 1}
+
+    def loaded_before_it_failed(self, values):
+        return {"rest": 1}
+
+    def tensors(self, values):
+        from safetensors.torch import load_file
+
+        for name, data in load_file(model_dir() / "model.safetensors").items():
+            if "k_proj" in values or "k_proj" not in name:
+                yield name, data
+
+    def _add(self, name, prompt, options):
+        self.llm.llm_engine.add_request(name, prompt or "", self.params(options))
+
+    def _reload(self, values):
+        self.lifecycle.reload_weights()
+
+    def _rpc(self, values):
+        self.llm.collective_rpc("reload_weights")
+
+    def _hole(self, values):
+        self.lifecycle.reload_weights(weights_iterator=self.tensors(values))
+
+    def _fails(self, values):
+        def breaks():
+            yield from itertools.islice(self.tensors(values), 5)
+            raise ScriptedFault("the trainer's iterator broke")
+
+        self.lifecycle.reload_weights(weights_iterator=breaks())
+
+    def _unseen(self, values):
+        model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        model.load_weights(self.tensors(values))
+
+    def _generate(self, prompts, options):
+        return self.llm.generate(list(prompts), self.params(options), use_tqdm=False)
+
+    def _apply_model(self):
+        self.lifecycle.apply_model(type)
+
+    def put_away(self):
+        if self.lifecycle.state is not State.CLOSED:
+            undo(self.llm, self.lifecycle)
+
+
 def run(bench, reached, *, examples, steps=50):
     """Run the machine on this kind of bench; `reached` counts what came of it."""
 
@@ -276,3 +485,25 @@ def test_lifecycle():
     for line in reached.table():
         report.say(f"Rows taken: {reached.examples} runs, {reached.steps} calls", line)
     assert reached.missing() == []
+
+
+def test_attached():
+    """The same holds of the calls that a trainer makes to an `LLM` that a lifecycle is attached to."""
+    reached = Reached()
+    run(AttachedBench, reached, examples=150)
+    assert {row.dest for row in reached.missing()} <= {
+        State.AWAKE,
+        State.RUNNING,
+        State.SLEEPING,
+        State.PARTIALLY_AWAKE,
+    }
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_vllm(llm):
+    """The same rules on a real vLLM: nothing is lost, and no legitimate call refused."""
+    VllmBench.learn(llm)
+    reached = Reached()
+    run(VllmBench, reached, examples=20, steps=25)
+    assert reached.steps > 500

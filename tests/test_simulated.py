@@ -478,6 +478,25 @@ class TestMemory:
         engine.load_weights(make_weights().items())
         assert engine.condition().weights is Weights.VALID
 
+    @pytest.mark.parametrize("fails", ["in the middle", "before it begins"])
+    def test_broken_update(self, fails):
+        """The end of an update of which a part failed mends nothing; a load that comes to its end does."""
+        engine = SimulatedEngine()
+        engine.call("collective_rpc", "start_weight_update")
+        names = ["lm_head", "nonsense" if fails == "in the middle" else "embed_tokens"]
+        if fails == "before it begins":
+            engine.faults.add("update_weights", raises=ValueError("no connection"))
+        with pytest.raises(ValueError):
+            engine.call("collective_rpc", "update_weights", None, (), {"update_info": {"names": names}})
+        engine.call("collective_rpc", "update_weights", None, (), {"update_info": {"names": ["lm_head"]}})
+        engine.call("collective_rpc", "finish_weight_update")
+        assert engine.condition().weights is Weights.TAINTED
+        engine.load_weights(make_weights().items())
+        assert engine.condition().weights is Weights.VALID
+        engine.call("collective_rpc", "start_weight_update")
+        engine.call("collective_rpc", "finish_weight_update")
+        assert engine.condition().weights is Weights.VALID
+
     def test_stale_prefix_cache(self):
         """New weights without a reset of the caches give tokens of neither; with one, the new tokens."""
         prompt, params = "x" * 40, SamplingParams()

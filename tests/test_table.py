@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from lifecycle.table import (
     Facts,
     Need,
     Trigger,
+    admits,
     match,
     may_begin,
     meets,
@@ -99,6 +101,155 @@ def test_a_wake_always_has_exactly_one_destination():
                 if rule.trigger is Trigger.WAKE and rule.source is source and GUARDS[rule.guard][0](facts)
             ]
             assert len(rows) == 1, (source, facts)
+
+
+# -- paths: an engine's physics, with the table deciding where each step leads ----------------------
+
+
+def effects(state, facts):
+    """What may happen to an engine in `state`, as (name, trigger, facts afterwards).
+
+    Stated from physics: a sleep unmaps, level 2 destroys, a wake maps what it is asked for and
+    restores nothing, a load needs mapped weights. Whether it is *legal*, the table says.
+    """
+    yield "fail", Trigger.FAIL, facts
+    yield "close", Trigger.CLOSE, facts
+    if state in (State.AWAKE, State.RUNNING):
+        yield "add", Trigger.ADMIT, replace(facts, in_flight=1)
+        yield "finish", Trigger.SETTLE, replace(facts, in_flight=0)
+        yield "sleep", Trigger.DRAIN, facts
+    if state is State.DRAINING:
+        yield "give up", Trigger.ROLL_BACK, facts
+        for level in (0, 1, 2):
+            yield f"sleep {level}", Trigger.SLEPT, asleep(facts, level)
+    if state in (State.SLEEPING, State.PARTIALLY_AWAKE):
+        again = Trigger.DEEPEN if state is State.SLEEPING else Trigger.RESLEEP
+        for level in (1, 2):
+            yield f"sleep {level} again", again, asleep(facts, level)
+        yield "release kv", Trigger.RELEASE_KV, replace(facts, resident=frozenset({WEIGHTS}))
+        for tags in RESIDENCIES:
+            mapped = replace(facts, resident=facts.resident | tags)
+            level = facts.level if not mapped.servable else 0 if facts.paused else None
+            yield f"wake {sorted(tags)}", Trigger.WAKE, replace(mapped, level=level)
+        if WEIGHTS in facts.resident:
+            loaded = replace(facts, weights=Weights.VALID)
+            stays = facts.paused or facts.level == 0
+            level = facts.level if not loaded.servable else 0 if stays else None
+            yield "load", Trigger.WEIGHTS_VALID, replace(loaded, level=level)
+    if WEIGHTS in facts.resident and not facts.in_flight:
+        yield "failed load", Trigger.WEIGHTS_TAINTED, replace(facts, weights=Weights.TAINTED)
+
+
+def asleep(facts, level):
+    if level == 0:
+        return replace(facts, level=0)
+    weights = Weights.DISCARDED if level == 2 else facts.weights
+    return replace(facts, level=level, resident=frozenset(), weights=weights)
+
+
+def steps_from(state, facts):
+    """Every (what, state, facts) that the table lets come of this."""
+    for what, trigger, after in effects(state, facts):
+        if state is not None and may_begin(trigger, state, facts):
+            rule = match(trigger, state, after)
+            if rule is not None:
+                yield what, rule.dest, after
+
+
+def paths():
+    """Every reachable (state, facts) with the ways on from there."""
+    starts = [(match(Trigger.ATTACH, None, facts), facts) for facts in every_fact()]
+    todo = [(rule.dest, facts) for rule, facts in starts if rule is not None and not facts.held]
+    ways = {}
+    while todo:
+        here = todo.pop()
+        if here not in ways:
+            ways[here] = list(steps_from(*here))
+            todo += [(state, facts) for _, state, facts in ways[here]]
+    return ways
+
+
+WAYS = paths()
+
+
+def reachable_without(start, avoided):
+    """States that can be reached from these places by no step that `avoided` names."""
+    seen, todo = set(), list(start)
+    while todo:
+        here = todo.pop()
+        if here not in seen:
+            seen.add(here)
+            todo += [(state, facts) for what, state, facts in WAYS[here] if not avoided(what, here, facts)]
+    return {state for state, _ in seen}
+
+
+def test_the_paths_reach_every_state_and_every_sleep():
+    """What follows is not said of an empty set."""
+    assert {state for state, _ in WAYS} >= set(State)
+    assert {facts.level for state, facts in WAYS if state is State.SLEEPING} == {0, 1, 2}
+    assert len(WAYS) > 100
+
+
+def test_no_path_from_sleep_to_stepping_avoids_a_full_wake():
+    """From a sleep with memory asleep no path serves unless the last of it was woken."""
+    sleeping = [(state, facts) for state, facts in WAYS if state is State.SLEEPING and not facts.resident]
+
+    def wakes_the_rest(what, here, facts):
+        return what.startswith("wake") and facts.resident == MEMORY_TAGS
+
+    assert not {State.AWAKE, State.RUNNING} & reachable_without(sleeping, wakes_the_rest)
+
+
+def test_no_path_from_level_2_to_stepping_avoids_a_load():
+    """Contents that level 2 destroyed are never served: every path from there has a load in it."""
+    destroyed = [
+        (state, facts)
+        for state, facts in WAYS
+        if state is State.SLEEPING and facts.weights is Weights.DISCARDED
+    ]
+    assert destroyed
+    assert not {State.AWAKE, State.RUNNING} & reachable_without(destroyed, lambda what, *_: what == "load")
+
+
+def test_no_path_from_a_failed_load_to_stepping_avoids_a_load():
+    """Half-loaded weights are never served either."""
+    torn = [(state, facts) for state, facts in WAYS if facts.weights is Weights.TAINTED]
+    assert {state for state, _ in torn} >= {State.PARTIALLY_AWAKE}
+    assert not {State.AWAKE, State.RUNNING} & reachable_without(torn, lambda what, *_: what == "load")
+
+
+def test_a_failed_load_leaves_service_and_pause():
+    """No state that promises valid weights is kept over weights that are not."""
+    tainted = Facts(weights=Weights.TAINTED)
+    for state, level in ((State.AWAKE, None), (State.SLEEPING, 0)):
+        rule = match(Trigger.WEIGHTS_TAINTED, state, replace(tainted, level=level))
+        assert rule is not None
+        assert rule.dest is State.PARTIALLY_AWAKE
+
+
+def test_no_state_is_a_trap():
+    """From every place that is not failed there is a path back to service, and from every one to CLOSED."""
+    for state, facts in WAYS:
+        reached = reachable_without([(state, facts)], lambda *_: False)
+        assert State.CLOSED in reached
+        if state not in (State.FAILED, State.CLOSED) and not facts.paused:
+            assert {State.AWAKE, State.RUNNING} & reached, (state, facts)
+
+
+def test_no_path_leaves_an_explicit_pause():
+    """Once asleep with a pause said, no path serves until it is taken back."""
+    paused = [
+        (state, facts)
+        for state, facts in WAYS
+        if facts.paused and state in (State.SLEEPING, State.PARTIALLY_AWAKE)
+    ]
+    assert paused
+    assert not {State.AWAKE, State.RUNNING} & reachable_without(paused, lambda *_: False)
+
+
+def test_exactly_the_serving_states_admit():
+    """A new request goes to the engine in AWAKE and RUNNING, and nowhere else."""
+    assert {state for state in State if admits(state)} == {State.AWAKE, State.RUNNING}
 
 
 def test_rows_are_distinct_and_guards_exist():

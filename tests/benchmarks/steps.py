@@ -69,7 +69,7 @@ class Draining(NullEngine):
 
     until = 0
 
-    def has_work(self) -> bool:
+    def has_launched(self) -> bool:
         return self.steps < self.until
 
 
@@ -84,6 +84,6 @@ def drain_step(in_flight: int, rounds: int, steps: int = 100) -> float:
     for _ in range(rounds):
         engine.until = engine.steps + steps
         with no_gc():
-            laps.append(lifecycle.sleep(level=0).drain_s)
+            laps.append(lifecycle.sleep(level=0, mode="keep").drain_s)
         lifecycle.wake_up()
     return statistics.median(laps) / steps / in_flight * 1e6
