@@ -26,6 +26,7 @@ what reached the engine and took effect.
 
 import functools
 import hashlib
+import itertools
 import threading
 import time
 from bisect import insort
@@ -46,6 +47,8 @@ PARAMETERS: Final = (
     *(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("q_proj", "k_proj", "v_proj", "up_proj")),
     "lm_head",
 )
+# Projections that vLLM keeps as one tensor: a reload that brings one of them makes the tensor anew.
+_FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _VOCABULARY: Final = 32_000
 
@@ -309,6 +312,14 @@ class ParentRequest:
                 return None
             completions = [self.completions[index] for index in sorted(self.completions)]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, completions, not self.live)
+
+
+def _not_rebuilt(weights: Mapping[str, int], loaded: set[str]) -> Iterator[str]:
+    """Parameters whose old contents a reload of `loaded` destroys: the rest of each fused tensor."""
+    for group, name in itertools.product(_FUSED, loaded):
+        for part in group:
+            if f".{part}" in name:
+                yield from {name.replace(part, other) for other in group} & weights.keys() - loaded
 
 
 def expected_output(
@@ -1085,6 +1096,8 @@ class SimulatedEngine:
             self.torn = True  # stays so if the rest never comes
             self.weights[parameter] = contents(value)
             loaded.add(parameter)
+        if name == "reload_weights":
+            self.weights.update(dict.fromkeys(_not_rebuilt(self.weights, loaded), NAN))
         self.torn = torn and loaded != set(self.weights)
         if name.startswith(("start_", "finish_")):
             self._updating = name.startswith("start_")

@@ -161,8 +161,10 @@ def _reload_over_nan(worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _find_nan(worker: Any) -> list[str]:
     parameters = _parameters(worker)
-    holes = torch.stack([data.isnan().any() for _, data in parameters]).tolist()
-    return [name for (name, _), hole in zip(parameters, holes, strict=True) if hole]
+    unborn = [name for name, data in parameters if data.is_meta]  # a reload broke before it came to them
+    parameters = [(name, data) for name, data in parameters if not data.is_meta]
+    holes = torch.stack([data.isnan().any() for _, data in parameters]).tolist() if parameters else []
+    return [*unborn, *(name for (name, _), hole in zip(parameters, holes, strict=True) if hole)]
 
 
 # -- the adapter ----------------------------------------------------------------------------------

@@ -986,14 +986,17 @@ class Core:
         return result
 
     def _serve_if_valid(self) -> None:
-        if self.state is State.PARTIALLY_AWAKE and self.facts().servable:
+        """The weights changed: serve with them, or stop serving."""
+        valid = self.weights.condition is Weights.VALID
+        if valid and self.state is State.PARTIALLY_AWAKE and self.facts().servable:
             self._arrive(Trigger.WEIGHTS_VALID)
+        elif not valid and self.state in (State.AWAKE, State.SLEEPING):
+            self.schedule(on=False)
+            self.fire(Trigger.WEIGHTS_TAINTED)
 
     def _taint(self, why: str, *, opens_update: bool = False) -> None:
         self.weights.taint(why, opens_update=opens_update)
-        if self.state in (State.AWAKE, State.SLEEPING):
-            self.schedule(on=False)
-            self.fire(Trigger.WEIGHTS_TAINTED)
+        self._serve_if_valid()
 
     def _drop_caches(self, call: str) -> None:
         """What was computed with the old weights must not be served."""

@@ -102,8 +102,18 @@ class WeightsKeeper:
             if self._before_update is None:  # a part of the update failed: its end cures nothing
                 return
             self.condition, self._before_update = self._before_update, None
-        if self.condition is Weights.VALID or (whole and not self.look(engine)):
+        if call == "reload_weights" and self.policy == "checked":
+            self._filled = True  # the engine makes layers anew, so that a hole shows over valid weights too
+        if self.look(engine):
+            self._has_holes()
+        elif self.condition is Weights.VALID or whole:
             self.valid(call, version)
+
+    def _has_holes(self) -> None:
+        """A load lost what it did not bring."""
+        if self.condition is Weights.VALID:
+            self.condition = Weights.DISCARDED
+            self._events.emit("weights", weights=self.condition.value)
 
     def way_out(self) -> str:
         """Why they can't be served, and what the caller must do before they can."""

@@ -407,9 +407,10 @@ class Machine(RuleBasedStateMachine):
             self.world.update_failed()
         elif took:
             self.world.loaded_some(values, whole=kind == "reload")
-            if kind in ("rpc", "part", "hole") and self.world.valid:
+            if kind in ("rpc", "part") and self.world.valid:
                 self.world.cured()
             if kind == "hole":
+                self.world.lost_some(self.bench.lost_by(values))
                 self.world.looks_before_serving()
         self.requests.weights_became(self.bench.contents())
 

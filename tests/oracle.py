@@ -306,6 +306,12 @@ class World:
         if whole and self.loaded:
             self.cured()
 
+    def lost_some(self, names: Iterable[str]) -> None:
+        """A load made these anew and brought nothing to fill them with."""
+        if lost := dict.fromkeys(names):
+            self.contents.update(lost)
+            self.discarded = self.discarded or self.valid
+
     def cured(self) -> None:
         """Everything is loaded, and somebody said or saw it."""
         self.discarded, self.tainted, self.before = False, False, None

@@ -309,6 +309,29 @@ def test_weights_loaded_unseen_survive_a_sleep_at_level_1():
     run.sound()
 
 
+def test_a_reload_of_one_shard_loses_the_others_and_is_not_served():
+    """A reload makes fused tensors anew: over valid weights too, what it did not bring is gone."""
+    run = Run()
+    report = run.lifecycle.reload_weights(weights_iterator=[("layers.0.q_proj", 7), ("lm_head", 7)])
+    assert not report
+    assert set(report.missing) == {"layers.0.k_proj", "layers.0.v_proj"}
+    with pytest.raises(WeightsNotValid, match=r"never loaded: layers\.0\.[kv]_proj"):
+        run.lifecycle.step()
+    assert run.lifecycle.reload_weights()
+    run.add("r")
+    run.finish()
+    run.right("r")
+    run.sound()
+
+
+def test_a_reload_without_a_hole_is_served():
+    """A part that brings whole tensors is legitimate over valid weights."""
+    run = Run()
+    assert run.lifecycle.reload_weights(weights_iterator=[("lm_head", 7)])
+    assert run.lifecycle.state is State.AWAKE
+    run.sound()
+
+
 def test_a_deadline_never_rolls_back_an_abort(run):
     """mode="abort" has ended everything before a deadline could pass: the sleep goes on."""
     report = run.lifecycle.sleep(1, "abort", max_steps=0)

@@ -185,6 +185,11 @@ class SimulatedBench:
         chosen = data.draw(names, label="parameters")
         return {name: whole[name] for name in PARAMETERS if name in chosen}
 
+    def lost_by(self, values):
+        """A reload of some shards of a fused tensor loses the others."""
+        groups = [{f"layers.{layer}.{part}_proj" for part in "qkv"} for layer in (0, 1)]
+        return {name for group in groups if group & values.keys() for name in group - values.keys()}
+
     def loaded_before_it_failed(self, values):
         return dict(list(values.items())[: len(values) // 2])
 
@@ -372,8 +377,8 @@ class VllmBench(AttachedBench):
             llm.llm_engine.add_request(str(index), prompt, cls.params(None, options))
             plain[prompt, seed] = [[], []]
             while llm.llm_engine.has_unfinished_requests():
-                for part in (part for output in llm.llm_engine.step() for part in output.outputs):
-                    part = replace(part, token_ids=list(part.token_ids), finish_reason="length")
+                for live in (part for output in llm.llm_engine.step() for part in output.outputs):
+                    part = replace(live, token_ids=list(live.token_ids), finish_reason="length")
                     plain[prompt, seed][part.index].append(part)
         cls.plain = plain
 
@@ -405,7 +410,7 @@ class VllmBench(AttachedBench):
         return Physical(frozenset(resident), frozenset(inside), core.scheduler.pause_state.name != "UNPAUSED")
 
     def contents(self):
-        holes = any(data.isnan().any() for data in worker(self.llm).get_model().state_dict().values())
+        holes = any(data.is_meta or data.isnan().any() for data in worker(self.llm).get_model().state_dict().values())
         return dict.fromkeys(("k_proj", "rest"), None if holes else 1)
 
     def misuse(self):
@@ -422,6 +427,9 @@ class VllmBench(AttachedBench):
 
     def checkpoint(self):
         return {"k_proj": 1, "rest": 1}
+
+    def lost_by(self, values):
+        return {"k_proj"} - values.keys()
 
     def loaded_before_it_failed(self, values):
         return {"rest": 1}

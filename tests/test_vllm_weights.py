@@ -622,3 +622,29 @@ def test_a_dummy_load_is_not_served_until_it_is_loaded(house, expected):
     assert tokens_of(llm) == expected.old
     assert guarded.check() == []
     undo(llm, guarded)
+
+
+def test_a_reload_of_one_shard_over_valid_weights_is_not_served(llm, guarded):
+    """vLLM makes the fused tensor anew and leaves the rest of it undefined: refused, by its name."""
+    before = tokens_of(llm)
+    part = {name: data for name, data in checkpoint().items() if "layers.0.self_attn.k_proj" not in name}
+    report = guarded.reload_weights(weights_iterator=iter(part.items()))
+    assert not report
+    assert report.missing == ("model.layers.0.self_attn.qkv_proj.weight",)
+    with pytest.raises(WeightsNotValid, match="qkv_proj"):
+        tokens_of(llm)
+    assert guarded.reload_weights()
+    assert tokens_of(llm) == before
+
+
+def test_a_reload_that_broke_half_way_is_looked_at_without_harm(llm, guarded):
+    """Its tensors have no memory yet: they count as never loaded, and a whole reload makes them good."""
+    before = tokens_of(llm)
+    guarded.sleep(2)
+    guarded.wake_up()
+    with pytest.raises(ConnectionError):
+        guarded.reload_weights(weights_iterator=breaks_half_way(checkpoint()))
+    with pytest.raises(WeightsNotValid, match="never loaded"):
+        guarded.mark_weights_loaded()
+    assert guarded.reload_weights()
+    assert tokens_of(llm) == before
