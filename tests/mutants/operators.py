@@ -39,10 +39,11 @@ ReplaceBinaryOperator_BitOr_BitAnd ReplaceBinaryOperator_BitAnd_BitOr
 ReplaceUnaryOperator_Delete_Not ReplaceUnaryOperator_Delete_USub
 ReplaceAndWithOr ReplaceOrWithAnd ReplaceTrueWithFalse ReplaceFalseWithTrue
 ReplaceBreakWithContinue ReplaceContinueWithBreak
-ExceptionReplacer NumberReplacer RemoveDecorator ZeroIterationForLoop
+ExceptionReplacer NumberReplacer ZeroIterationForLoop
 """
 CLASSICAL = {name: _BUILTIN[name]() for name in _NAMES.split()}
 NEGATIONS = ("_Eq_NotEq", "_NotEq_Eq", "_Is_IsNot", "_IsNot_Is", "_Delete_Not")
+NEGATIONS += ("_Lt_GtE", "_LtE_Gt", "_Gt_LtE", "_GtE_Lt")
 
 # Names that are easily taken for one another: each is replaced by the next of its family.
 FAMILIES = [
@@ -149,11 +150,7 @@ def _classical(node: Any) -> Iterator[Edit]:
         for index, _ in enumerate(operator.mutation_positions(node)):
             if index and name == "NumberReplacer":  # one more is enough: one less is seldom another mistake
                 break
-            mutated = operator.mutate(_alone(node), index)
-            if mutated is None:
-                yield name, node.get_start_pos_of_prefix(), node.end_pos, ""
-            else:
-                yield name, node.start_pos, node.end_pos, _code(mutated)
+            yield name, node.start_pos, node.end_pos, _code(operator.mutate(_alone(node), index))
 
 
 def _own(node: Any) -> Iterator[Edit]:
@@ -166,7 +163,7 @@ def _own(node: Any) -> Iterator[Edit]:
         yield become("ForgetStatement", "pass")
     if _is_condition(node):
         yield become("ConditionFalse", "False")
-        if parent.type != "while_stmt":
+        if parent.type != "while_stmt" and not _leaves(node):
             yield become("ConditionTrue", "True")
     if parent.type == "comparison" and not _in_condition(parent) and _code(node) in {"in", "not in"}:
         yield become("NegateIn", "not in" if _code(node) == "in" else "in")
@@ -243,6 +240,14 @@ def _is_condition(node: Any) -> bool:
     if parent.type in {"if_stmt", "while_stmt", "comp_if"}:
         return before in ("if", "elif", "while")
     return parent.type == "test" and before == "if"
+
+
+def _leaves(condition: Any) -> bool:
+    """Its branch ends the function or the loop: to take it always would be no mistake that could hide."""
+    suite = condition.get_next_sibling() and condition.get_next_sibling().get_next_sibling()
+    last = suite.children[-1] if suite and suite.type == "suite" else None
+    ends = {"raise_stmt", "return_stmt", "keyword"}  # the keywords: break and continue
+    return last is not None and last.type == "simple_stmt" and last.children[0].type in ends
 
 
 def _in_condition(node: Any) -> bool:
