@@ -30,7 +30,6 @@ from lifecycle.table import MODES, NEEDS, Need
 
 _MARK: Final = "_engine_lifecycle"
 _UNKNOWN: Final = object()
-DEFAULT_MODE: Final = "wait"
 
 # Blocking methods of an `LLM`: how each one's scope treats what it admits.
 _BLOCKING: Final[Mapping[str, Mapping[str, bool]]] = {
@@ -66,6 +65,15 @@ _GUARDED: Final = (
 _FREE: Final = frozenset(name for name, need in NEEDS.items() if need is Need.NOTHING)
 # The only public names that the stand-in has and an `LLMEngine` has not.
 ADDED_NAMES: Final = ("lifecycle",)
+
+
+class _Default(str):
+    """A default that can be told from the same word said by the caller."""
+
+    __slots__ = ()
+
+
+DEFAULT_MODE: Final = _Default("wait")
 
 
 class _StandIn:
@@ -185,15 +193,14 @@ def attach(
     *,
     attr: str = "llm_engine",
     weights: str | None = None,
-    default_mode: str | None = None,
+    default_mode: str = DEFAULT_MODE,
     **options: Any,
 ) -> Lifecycle:
     """Guard the in-process vLLM engine that `holder` holds, an `LLM` or anything else.
 
     attr: where the holder has its `LLMEngine`. weights: "checked" (default where possible),
-    "declared", "unchecked". default_mode: the mode of `sleep()` where the caller names none,
-    "wait" by default. options go to `Lifecycle` (`max_held`, `stall_s`, `strict_release`,
-    `rpc_needs`, ...).
+    "declared", "unchecked". default_mode: the mode of `sleep()` where the caller names none.
+    options go to `Lifecycle` (`max_held`, `stall_s`, `strict_release`, `rpc_needs`, ...).
 
     The engine's real condition is read first; it may be asleep, or busy. Attaching twice
     returns the same object. `lifecycle.detach()` removes everything; the engine is not
@@ -205,7 +212,7 @@ def attach(
     if engine is None:
         msg = f"{type(holder).__name__} has no {attr!r}: give an LLM, or name the attribute with attr="
         raise InvalidArgument(msg)
-    if default_mode not in (None, *MODES):
+    if default_mode not in MODES:
         msg = f"default_mode must be one of {', '.join(MODES)}, not {default_mode!r}"
         raise InvalidArgument(msg)
     raw = _raw(engine)
@@ -219,10 +226,10 @@ def attach(
         _refuse_other_options(lifecycle, vars(raw)[_MARK][1], options)
     if type(engine) is _StandIn:
         standing = object.__getattribute__(engine, "_default_mode")
-        if default_mode not in (None, standing):
+        if default_mode is not DEFAULT_MODE and default_mode != standing:
             raise _other_options("default_mode", standing, default_mode)
         return lifecycle
-    default_mode = default_mode or DEFAULT_MODE
+    default_mode = str(default_mode)
     undo_on = _weakly(holder)
     shadowed = _shadow(holder, lifecycle, default_mode) if attr == "llm_engine" else ()
     setattr(holder, attr, _StandIn(lifecycle, raw, default_mode))

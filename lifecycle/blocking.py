@@ -17,6 +17,7 @@ that call, because an exception in the middle of a step poisons the engine. A se
 one is not deferred.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
 from lifecycle.core import Core
@@ -57,18 +58,20 @@ class _FairLock:
     """A lock that is granted in turn, and that knows its holder.
 
     Whoever waits stands in the turnstile, so the holder can't take the lock again first.
+    Between `enter` and the `try` that follows it a Ctrl-C finds a gap, so it is used where
+    that is held back. Elsewhere `with fair.lock` has none.
     """
 
-    __slots__ = ("_lock", "_turnstile", "holder")
+    __slots__ = ("holder", "lock", "turnstile")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turnstile = threading.Lock()
+        self.lock = threading.Lock()
+        self.turnstile = threading.Lock()
         self.holder = 0
 
     def enter(self) -> None:
         """Take it: at once if nobody has it and nobody waits."""
-        if self._turnstile.locked() or not self._lock.acquire(blocking=False):
+        if self.turnstile.locked() or not self.lock.acquire(blocking=False):
             self._wait()
         self.holder = get_ident()
 
@@ -76,13 +79,13 @@ class _FairLock:
         if self.holder == get_ident():
             msg = "the engine is being called from inside one of its own calls"
             raise IllegalCall(msg, call=None, state=None, needs=None, legal=(), operation=None)
-        with self._turnstile:
-            self._lock.acquire()
+        with self.turnstile:
+            self.lock.acquire()
 
     def leave(self) -> None:
         """Let it go."""
         self.holder = 0
-        self._lock.release()
+        self.lock.release()
 
     def __enter__(self) -> None:
         self.enter()
@@ -94,13 +97,15 @@ class _FairLock:
 class _DeferredInterrupt:
     """Holds back the first Ctrl-C while the main thread is inside an engine call.
 
-    `with interrupt:` installs it for a blocking call, `with interrupt.engine_call():`
-    marks where a signal must wait, and `deliver()` raises what was held back.
+    `with interrupt:` installs the handler for a blocking call, `begin_call()` and `end_call()`
+    mark where a signal must wait, and `deliver()` raises what was held back. A second one is
+    for getting out of an engine call that hangs, so it does not wait there; in the library's
+    own code, which never takes long, every one waits, and no bookkeeping is left half done.
     """
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
-        self._inside = False
+        self._inside = 0
         self._pending = False
         self._depth = 0
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
@@ -119,23 +124,25 @@ class _DeferredInterrupt:
         if get_ident() != self._main:
             return
         self._depth -= 1
-        if self._depth == 0 and callable(self._before):
-            signal.signal(signal.SIGINT, self._before)
+        if self._depth == 0:
+            if callable(self._before):
+                signal.signal(signal.SIGINT, self._before)
+            self.deliver()
 
-    @contextmanager
-    def engine_call(self) -> Iterator[None]:
-        """Where the first Ctrl-C must wait: from before the lock is taken until it is let go."""
-        if get_ident() != self._main:
-            yield
-            return
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
+    def begin_call(self) -> None:
+        """From here on the first Ctrl-C must wait: before the lock is taken."""
+        if get_ident() == self._main:
+            self.__enter__()
+            self._inside += 1
+
+    def end_call(self) -> None:
+        """The lock was let go. What was held back is raised where nothing around holds it back."""
+        if get_ident() == self._main:
+            self._inside -= 1
+            self.__exit__()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._inside and not self._pending:
+        if _is_half_done(frame) or (self._inside and not self._pending):
             self._pending = True
         elif callable(self._before):
             self._pending = False
@@ -149,6 +156,15 @@ class _DeferredInterrupt:
                 self._before(signal.SIGINT, None)
 
 
+# Between two of their lines something may be taken or counted that is not yet noted.
+_OURS: Final = (os.path.dirname(__file__), contextlib.__file__)  # noqa: PTH120  (compared as text)
+
+
+def _is_half_done(frame: FrameType | None) -> bool:
+    """Whether a signal came in the middle of this library's own work; waiting for another thread is none."""
+    if frame is None or frame.f_code is _FairLock._wait.__code__:  # noqa: SLF001  (the same module)
+        return False
+    return frame.f_code.co_filename.startswith(_OURS)
 _living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 
@@ -249,7 +265,7 @@ class Lifecycle:
 
     def check(self) -> list[str]:
         """Broken invariants; empty unless this library has a bug. For tests."""
-        with self._lock:
+        with self._engine():
             return self._core.check()
 
     def _scope(self) -> Scope | None:
@@ -261,7 +277,7 @@ class Lifecycle:
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished requests as vLLM counts them: each sample of `n` is one."""
-        with self._lock:
+        with self._engine():
             return self._core.ledger.samples(self._scope())
 
     # -- requests --------------------------------------------------------------------------------------
@@ -299,9 +315,19 @@ class Lifecycle:
 
     @contextmanager
     def _engine(self) -> Iterator[None]:
-        """The lock, with Ctrl-C held back where a blocking call says so."""
-        with self._interrupt.engine_call(), self._lock:
-            yield
+        """The lock, with Ctrl-C held back. A second one is not: then nothing is left half done."""
+        self._interrupt.begin_call()
+        try:
+            with self._lock:
+                try:
+                    yield
+                except Exception:
+                    raise
+                except BaseException as cause:
+                    self._core.interrupted(cause)
+                    raise
+        finally:
+            self._interrupt.end_call()
 
     def abort_request(self, request_ids: Sequence[str], internal: bool = False) -> None:  # noqa: ARG002  (vLLM's signature)
         """End requests without an output. Ids of either kind are understood; unknown ones ignored."""
@@ -320,12 +346,30 @@ class Lifecycle:
         """
         if self._any_scope and (scope := self._scope()) is not None:
             return self._step_in_scope(scope)
-        lock = self._lock
-        lock.enter()  # `with` would cost more than the rest of the way
+        fair = self._lock
+        if fair.turnstile.locked() or fair.lock.locked():
+            return self._step_in_turn()
+        with fair.lock:  # nobody waits: the turnstile would cost more than the rest of the way
+            fair.holder = get_ident()
+            try:
+                return self._core.step()
+            except KeyboardInterrupt as cause:
+                self._core.interrupted(cause, stepped=True)
+                raise
+            finally:
+                fair.holder = 0
+
+    def _step_in_turn(self) -> list[Any]:
+        self._interrupt.begin_call()
         try:
-            return self._core.step()
+            with self._lock:
+                try:
+                    return self._core.step()
+                except KeyboardInterrupt as cause:
+                    self._core.interrupted(cause, stepped=True)
+                    raise
         finally:
-            lock.leave()
+            self._interrupt.end_call()
 
     def _step_in_scope(self, scope: Scope) -> list[Any]:
         core = self._core
@@ -488,7 +532,7 @@ class Lifecycle:
         try:
             progress(view)
         except Exception as error:
-            with self._lock:
+            with self._engine():
                 sleep.cancel()
             raise sleep.cancelled(f"the progress callback raised {error!r}") from error
 
@@ -498,35 +542,35 @@ class Lifecycle:
         The report is falsy while the engine is only partly awake. Raises InvalidArgument,
         IllegalCall, WakeFailed (try again), EngineFailed.
         """
-        with self._lock:
+        with self._engine():
             report = self._core.wake_up(tags)
         self._notify()
         return report
 
     def resume(self) -> WakeReport:
         """End a pause (level 0); asleep deeper than that, the next wake will not stop at it."""
-        with self._lock:
+        with self._engine():
             report = self._core.resume()
         self._notify()
         return report
 
     def release_kv_cache_memory(self) -> None:
         """Drop the KV cache's memory while paused (level 0) with nothing in flight."""
-        with self._lock:
+        with self._engine():
             self._core.release_kv_cache_memory()
 
     # -- weights ---------------------------------------------------------------------------------------
 
     def reload_weights(self, version: str | None = None, **kwargs: Any) -> LoadReport:
         """Reload the weights through the engine: from its checkpoint, or as vLLM's own keywords say."""
-        with self._lock:
+        with self._engine():
             report = self._core.reload_weights(version, **kwargs)
         self._notify()
         return report
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """Say that the weights are loaded. Raises WeightsNotValid, naming what is not."""
-        with self._lock:
+        with self._engine():
             report = self._core.mark_weights_loaded(version)
         self._notify()
         return report
@@ -535,13 +579,13 @@ class Lifecycle:
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method of every worker. What it needs goes by its name; see `lifecycle.table.RPC_NEEDS`."""
-        with self._lock:
+        with self._engine():
             result: list[Any] = self._core.collective_rpc(method, args, kwargs)
         return result
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Any other call of the engine's surface, by name; unknown ones need a serving engine."""
-        with self._lock:
+        with self._engine():
             return self._core.call(name, *args, **kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -551,7 +595,7 @@ class Lifecycle:
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop the prefix cache. False, recorded as such, while requests use it."""
-        with self._lock:
+        with self._engine():
             done = bool(self._core.call("reset_prefix_cache", *args, **kwargs))
             if not done:
                 self._core.events.emit_repeatable("noop", call="reset_prefix_cache", error="returned False")
@@ -572,7 +616,7 @@ class Lifecycle:
 
         Returns the ids admitted. Raises IllegalCall where the engine was not built here.
         """
-        with self._lock:
+        with self._engine():
             self._core.require("recover")
             if self._build is None:
                 msg = "cannot recover an engine that was handed over: build a new one and attach to it"
@@ -590,7 +634,7 @@ class Lifecycle:
         """Let go of the engine as it is. Refused while something is held or undelivered."""
         core = self._core
         try:
-            with self._lock:
+            with self._engine():
                 if core.state is not State.CLOSED and (core.ledger.held or core.ledger.undelivered):
                     msg = (
                         f"cannot detach: {len(core.ledger.held)} requests are held and "
@@ -609,7 +653,7 @@ class Lifecycle:
             self.detach()
             return
         try:
-            with self._lock:
+            with self._engine():
                 self._core.close(shutdown=True)
         finally:
             self._notify()

@@ -198,6 +198,13 @@ class Core:
             raise TypeError(f"memory() returned {memory!r}")
         return memory
 
+    def has_work(self) -> bool:
+        """Whether the engine has work, read now. An answer that is none raises."""
+        busy: Any = self.engine.has_work()
+        if not isinstance(busy, bool):
+            raise TypeError(f"has_work() returned {busy!r}")
+        return busy
+
     def facts(self) -> Facts:
         """What the guards read, now."""
         partial = not self.resident >= MEMORY_TAGS
@@ -460,6 +467,21 @@ class Core:
             self.fire(Trigger.FAIL, call=call)
         self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
         return error, interrupt
+
+    def interrupted(self, cause: BaseException, *, stepped: bool = False) -> None:
+        """A Ctrl-C came out of this library's own code. What it left half done is made one again.
+
+        stepped: the outputs of a step may be lost, so that nobody knows what their requests have.
+        """
+        if cause is self.cause or self.state is State.CLOSED:
+            return
+        moved, self.state = self.state, self._cursor.state
+        broken = self.check()
+        if stepped or broken or moved is not self.state:
+            self.operation = self.step_started = None
+            self.ledger.mend()
+            self._fail("step" if stepped else "an interrupted call", cause)
+            self._set_open()
 
     def _end(self, record: Record, reason: str) -> None:
         """Post the last outputs of a request in flight. Raises if they can't be had."""
@@ -947,9 +969,9 @@ class Core:
         if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
         with self.reading_engine("release_kv_cache_memory"):
-            if self.engine.has_work():  # ids of finished requests, which the workers must still be told
-                self.step_engine()
-            if self.engine.has_work():
+            if self.has_work():  # ids of finished requests, which the workers must still be told
+                self.share(self.step_engine(), None, all_wait=True)
+            if self.has_work():
                 self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
         with self.reading_engine("release_kv_cache_memory"):

@@ -258,6 +258,23 @@ class Ledger:
             self.post(record, output)
         scope.handed_out.clear()
 
+    def mend(self) -> None:
+        """Make one of it again after an interrupt in the middle of a change. The mailbox is believed."""
+        self.undelivered = {r.request_id: r for r, output in self.mailbox if output.finished}
+        for name in self.undelivered:
+            self.in_flight.pop(name, None)
+            self.held.pop(name, None)
+        for name in self.in_flight.keys() & self.held.keys():
+            del self.held[name]
+        self.mailbox = deque(item for item in self.mailbox if self.is_live(item[0].request_id))
+        self._handles.clear()
+        self.scoped = self.anybody.live = self.enqueued.live = 0
+        for record in self.records():
+            record.owner.live = 0
+        for record in self.records():
+            self._count(record.owner, 1)
+            self._handles.update((name, record) for name in (record.handle, record.engine_id) if name)
+
     # -- invariants ------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:

@@ -21,7 +21,7 @@ The modes differ in what they do to requests in flight, and in when the engine i
 """
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lifecycle import table
 from lifecycle.engine import Memory, Progress, SleepReport
@@ -178,9 +178,9 @@ class Sleep:
     def _drain(self) -> None:
         core = self._core
         keeps = self.mode == "keep"
-        busy = core.engine.has_launched() if keeps else core.engine.has_work()
+        busy: Any = core.engine.has_launched() if keeps else core.has_work()
         if not isinstance(busy, bool):
-            raise TypeError(f"{'has_launched' if keeps else 'has_work'}() returned {busy!r}")
+            raise TypeError(f"has_launched() returned {busy!r}")
         if not busy:
             if not keeps and core.ledger.in_flight:
                 raise core.lost()
@@ -221,7 +221,7 @@ class Sleep:
 
     def _count(self) -> dict[str, int]:
         """Tokens so far of what is in flight."""
-        tokens = self._core.engine.tokens
+        tokens: Callable[[str], Any] = self._core.engine.tokens
         counts = {name: tokens(record.engine_id) for name, record in self._core.ledger.in_flight.items()}
         wrong = [count for count in counts.values() if not isinstance(count, int)]
         if wrong:

@@ -238,6 +238,14 @@ def asleep(level, mode="wait", build=running):
     return world
 
 
+def paused_to_flush():
+    """Kept requests were aborted at a pause: the workers must still be told."""
+    world = asleep(0, "keep")
+    world.aborted = set(world.asked)
+    world.lifecycle.abort_request(list(world.asked))
+    return world
+
+
 def deepening():
     return _begun(asleep(0, "keep"), 1, "keep")
 

@@ -14,8 +14,8 @@ from tests.docs_tables import ROOT, pages, renewed
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text("utf-8") for page in pages()}
 # `<!-- run -->` before a block: it runs as it stands, after those above it on its page.
-# `<!-- run: vllm -->`: it needs an `llm`.
-RUN = re.compile(r"^<!-- run(: vllm)? -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# `<!-- run: vllm -->`: it needs an `llm`. `<!-- run: pytest -->`: tests, run together as one module.
+RUN = re.compile(r"^<!-- run(?:: (vllm|pytest))? -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -85,8 +85,8 @@ def test_every_part_is_shown():
 def test_examples_run(page):
     """An example that is marked runnable runs as it stands."""
     namespace = {}
-    for needs_vllm, code in RUN.findall(PAGES[page]):
-        if not needs_vllm:
+    for how, code in RUN.findall(PAGES[page]):
+        if not how:
             exec(compile(code, page, "exec"), namespace)  # noqa: S102  (our own examples)
 
 
@@ -98,12 +98,24 @@ def test_examples_with_vllm_run(page, llm):
 
     params = SamplingParams(max_tokens=3)
     namespace = {"llm": llm, "prompts": ["one", "two"], "params": params}
-    for needs_vllm, code in RUN.findall(PAGES[page]):
-        if needs_vllm:
+    for how, code in RUN.findall(PAGES[page]):
+        if how == "vllm":
             exec(compile(code, page, "exec"), namespace)  # noqa: S102
     assert [len(output.outputs[0].token_ids) for output in namespace["outputs"]] == [3, 3]
     assert namespace["lifecycle"].check() == []
     namespace["lifecycle"].detach()
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "<!-- run: pytest -->" in text])
+def test_example_tests_pass(page, pytester, monkeypatch):
+    """Tests that the documentation shows pass, as a user's would: with the plugin and nothing else."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    code = "\n\n".join(code for how, code in RUN.findall(PAGES[page]) if how == "pytest")
+    pytester.makepyfile(code)
+    result = pytester.runpytest_inprocess("-p", "lifecycle.testing.plugin", "-p", "no:cacheprovider")
+    outcomes = result.parseoutcomes()
+    assert outcomes.pop("passed") >= code.count("def test_")
+    assert set(outcomes) <= {"skipped"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -192,7 +204,7 @@ def test_every_event_is_described():
 def test_names_exist(page):
     """What the documentation calls a method of the lifecycle, a state or an error is one."""
     blocks = "\n".join(BLOCK.findall(PAGES[page]))
-    used = set(re.findall(r"\blifecycle\.([a-z]\w*)", blocks)) - {"table"}
+    used = set(re.findall(r"\blifecycle\.([a-z]\w*)", blocks)) - {"table", "testing", "engine"}
     assert {name for name in used if not hasattr(Lifecycle, name)} == set()
     imported = re.findall(r"^from lifecycle import (.+)$", blocks, re.MULTILINE)
     assert {name for names in imported for name in names.split(", ") if not hasattr(lifecycle, name)} == set()

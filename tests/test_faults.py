@@ -24,7 +24,7 @@ from functools import partial
 import pytest
 
 from engine_adapter.simulated import OutputKind, RequestOutput, SamplingParams
-from lifecycle import CacheNotReset, EngineFailed, State, WakeFailed
+from lifecycle import CacheNotReset, EngineFailed, IllegalCall, State, WakeFailed
 from lifecycle.engine import Condition, OutOfDeviceMemory, Progress
 from tests import fault_world as at
 from tests import report
@@ -45,6 +45,7 @@ SCENES = {
     "draining, to keep": (at.draining_to_keep, State.DRAINING),
     "asleep 0": (partial(at.asleep, 0), State.SLEEPING),
     "asleep 0, kept": (partial(at.asleep, 0, "keep"), State.SLEEPING),
+    "asleep 0, to flush": (at.paused_to_flush, State.SLEEPING),
     "asleep 0, deepening": (at.deepening, State.SLEEPING),
     "asleep 1": (partial(at.asleep, 1), State.SLEEPING),
     "asleep 1, kept": (partial(at.asleep, 1, "keep"), State.SLEEPING),
@@ -116,6 +117,7 @@ asleep 0                   | add                            | prepare validate |
 asleep 0                   | sleep(2)                       | memory sleep condition | sleeping
 asleep 0                   | wake_up                        | memory resume_scheduling condition forget_media add | running
 asleep 0                   | release_kv_cache_memory        | has_work release_kv_cache_memory condition | partially_awake
+asleep 0, to flush         | release_kv_cache_memory        | has_work step release_kv_cache_memory condition | partially_awake
 asleep 0                   | reload_weights                 | call reset_caches | sleeping
 asleep 0                   | rpc                            | call | sleeping
 asleep 0                   | close                          | shutdown | closed
@@ -293,6 +295,8 @@ WRONG_ELSEWHERE = {
     ("running", "pause", "sleep", "not done"): "nothing",
     ("running", "pause", "sleep", "half"): "nothing",
     ("running", "sleep(0)", "sleep", "half"): "nothing",
+    # The step that was to flush the engine did not.
+    ("asleep 0, to flush", "release_kv_cache_memory", "step", "of nobody"): "refused",
 }
 
 LOADS = frozenset({"reload_weights", "update", "end of update"})
@@ -529,6 +533,12 @@ class Case:
         assert self.world.lifecycle.snapshot().weights == "tainted"
         self.all_right()
 
+    def refused(self):
+        """Nothing was done."""
+        self.got(IllegalCall)
+        assert self.world.lifecycle.state is self.before
+        self.all_right(over=False)
+
     def caches(self):
         """Caches that were computed with the old weights are not served from."""
         self.got(CacheNotReset)
@@ -683,7 +693,7 @@ SHOWN_BY_ROUTE = {
 
 
 def shown(case):
-    if case.call in SHOWN_BY_CALL:
+    if case.call in SHOWN_BY_CALL and case.scene != "asleep 0, to flush":
         return SHOWN_BY_CALL[case.call]
     if case.what == "advance":
         return str(case.world.sleep)

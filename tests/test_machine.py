@@ -51,6 +51,10 @@ def profile(examples, steps):
     )
 
 
+def prepare_refit_info(worker):
+    """A worker method of the trainer's own, given as a function."""
+
+
 def reference(asked, sample, contents, *, stop):
     """What the simulated engine gives for a request when nothing interrupts it."""
     options = asked.options if stop else {**asked.options, "stop": None}
@@ -467,12 +471,20 @@ class VllmBench(AttachedBench):
     def _generate(self, prompts, options):
         return self.llm.generate(list(prompts), self.params(options), use_tqdm=False)
 
+    def _rpc_prepare(self):
+        self.llm.collective_rpc(prepare_refit_info)
+
     def _apply_model(self):
         self.lifecycle.apply_model(type)
 
     def put_away(self):
-        if self.lifecycle.state is not State.CLOSED:
-            undo(self.llm, self.lifecycle)
+        """The next run begins with the same engine: awake, empty, its weights loaded."""
+        if self.lifecycle.state is State.CLOSED:
+            self.lifecycle = attach(self.llm, sinks=())
+            self.lifecycle.resume()
+            self.lifecycle.wake_up()
+            self.lifecycle.reload_weights()
+        undo(self.llm, self.lifecycle)
 
 
 def run(bench, reached, *, examples, steps=50):
@@ -513,5 +525,5 @@ def test_vllm(llm):
     """The same rules on a real vLLM: nothing is lost, and no legitimate call refused."""
     VllmBench.learn(llm)
     reached = Reached()
-    run(VllmBench, reached, examples=20, steps=25)
+    run(VllmBench, reached, examples=60, steps=25)
     assert reached.steps > 500

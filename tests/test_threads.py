@@ -126,7 +126,7 @@ def test_eight_threads_at_once():
     ended = [name for name, _ in crowd.ended]
     assert len(ended) == len(set(ended)), "a last output was handed out twice"
     assert set(crowd.asked) - set(ended) <= crowd.given_up
-    assert len(ended) > OPERATIONS // 1000
+    assert len(ended) > OPERATIONS // 500  # how many escape the aborts is the schedule's to say
     for name, output in crowd.ended:
         prompt, params = crowd.asked[name]
         assert output.outputs[0].token_ids == expected_tokens(prompt, params), name

@@ -316,7 +316,7 @@ MISTAKES = [
         "NeMo-RL",
         resume_after_a_failed_update,
         WeightsNotValid,
-        r"cannot generate while partially awake .*: update_weights failed \(ConnectionError\(.*is gone.*\)\), "
+        r"cannot generate while partially awake .*: update_weights failed \(ConnectionError.*is gone.*\), "
         r"so they are neither the old nor the new; reload_weights\(\)",
         llm=NEMO_RL,
     ),
@@ -369,8 +369,8 @@ def make_good(llm, lifecycle):
     llm.faults.clear()
     llm.wake_up(tags=["weights"])
     model_of(llm.llm_engine).load_weights(trained(2).items())
-    llm.wake_up()
     lifecycle.mark_weights_loaded()
+    llm.wake_up()
     assert lifecycle.state is State.AWAKE
 
 

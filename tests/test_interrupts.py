@@ -1,0 +1,266 @@
+"""Ctrl-C at every place where Python can deliver it inside this library, and while an engine call runs.
+
+CPython looks for signals after a call, at the start of a function and at a jump back, and nowhere else.
+The sweep stops an operation at each such place in the library's own code (and in `contextlib`, through
+which it goes), calls whatever handler is installed, and looks at what is left.
+"""
+
+import contextlib
+import dis
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import lifecycle
+from lifecycle import EngineFailed, State
+from tests import fault_world as at
+from tests import report
+from tests.fault_world import OPS
+
+EVERY_STEP = os.environ.get("EVERY_STEP") == "1"
+MOST_PLACES = 100_000 if EVERY_STEP else 25
+OURS = (str(Path(lifecycle.__file__).parent), contextlib.__file__)
+LOOKS_FOR_SIGNALS = frozenset(
+    number for number, name in enumerate(dis.opname) if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+)
+
+
+class Interrupter:
+    """Presses Ctrl-C at the `at`-th place, once or more; counts the places otherwise."""
+
+    def __init__(self, at=None, presses=1):
+        self.at, self.presses, self.places = at, presses, 0
+        self._last = {}
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            last = self._last.get(frame)
+            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
+            if last in LOOKS_FOR_SIGNALS:
+                self.places += 1
+                if self.places == self.at:
+                    sys.settrace(None)
+                    for _ in range(self.presses):
+                        signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+        elif event == "return":
+            self._last.pop(frame, None)
+        return self
+
+    def run(self, act):
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            act()
+        finally:
+            sys.settrace(before)
+
+
+def at_the_last_token():
+    """The next step ends a request."""
+    world = at.running()
+    world.step(4)
+    return world
+
+
+SWEEPS = {
+    "step": (at.running, "step"),
+    "step that ends a request": (at_the_last_token, "step"),
+    "step that hands out the mailbox": (partial(at.asleep, 1), "step"),
+    "add while awake": (at.running, "add"),
+    "add while asleep": (partial(at.asleep, 1), "add"),
+    "abort": (at.running, "abort"),
+    "generate": (at.running, "generate"),
+    "generate, left by an exception": (at.running, "generate, left by an exception"),
+    "sleep": (at.running, "sleep(1)"),
+    "sleep with abort": (at.running, "sleep(1, abort)"),
+    "sleep, rolled back": (at.running, "sleep(1), rolled back"),
+    "pause": (at.launching_ahead, "pause"),
+    "wake": (partial(at.asleep, 1), "wake_up"),
+    "wake, weights only": (partial(at.asleep, 2), "wake_up(weights)"),
+    "reload": (at.all_but_valid, "reload_weights"),
+    "release": (partial(at.asleep, 0), "release_kv_cache_memory"),
+    "recover": (at.failed, "recover"),
+    "close": (at.running, "close"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections(monkeypatch):
+    """`recover` collects garbage each time: let it not go through all that a test run has loaded."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_ctrl_c_at_each_place(name, presses):
+    """Once or twice: the lock is free, the handler is back, the ledger is whole, and what was asked for can be served."""
+    build, what = SWEEPS[name]
+    counting = Interrupter()
+    world = build()
+    counting.run(lambda: OPS[what](world))
+    stride = max(1, -(-counting.places // MOST_PLACES))
+    pressed = 0
+    for place in range(1, counting.places + 1, stride):
+        world = build()
+        interrupter = Interrupter(place, presses)
+        interrupted = False
+        try:
+            interrupter.run(lambda world=world: OPS[what](world))
+        except KeyboardInterrupt:
+            interrupted = True
+        except EngineFailed as error:
+            interrupted = isinstance(error.__cause__, KeyboardInterrupt)
+        assert interrupted, f"{name}: a Ctrl-C at place {place} was swallowed"
+        try:
+            nothing_is_left_half_done(world)
+        except AssertionError as error:
+            error.add_note(f"{name}: Ctrl-C {presses} times at place {place} of {counting.places}")
+            raise
+        pressed += 1
+    report.say("Ctrl-C inside the library", f"{name}, {presses}x: {pressed} of {counting.places} places")
+
+
+def nothing_is_left_half_done(world):
+    life = world.lifecycle
+    assert not life._lock.lock.locked()
+    assert not life._lock.turnstile.locked()
+    assert life._scope() is None
+    assert (life._interrupt._depth, life._interrupt._inside) == (0, 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert life.snapshot().operation is None
+    world.sound()
+    if life.state is State.CLOSED:
+        return
+    held = set(life._core.ledger.held)
+    if life.state is State.FAILED:
+        with contextlib.suppress(EngineFailed):
+            world.finish()
+    world.serve()
+    world.finish()
+    world.add_of_all_kinds("anew", 3)
+    world.finish()
+    world.sound()
+    for name in world.asked:
+        assert len(world.last(name)) <= 1, name
+        if name in held or name.startswith("anew"):
+            assert world.is_right(name), name
+
+
+# -- a real signal while an engine call runs --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ctrl_c_in(world, call, times=1):
+    """The engine hangs in this call until the main thread was sent SIGINT so many times."""
+    let_go = threading.Event()
+    world.engine.faults.add(call, hang=let_go)
+
+    def press():
+        deadline = time.monotonic() + 5
+        while world.lifecycle.snapshot().operation is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for _ in range(times):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.01)
+        let_go.set()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        let_go.set()
+        thread.join(5)
+
+
+def test_ctrl_c_in_a_step_of_a_scope_waits_for_its_end():
+    """The step comes to its end, the scope's requests are aborted, the engine is as good as before."""
+    world = at.running()
+    with ctrl_c_in(world, "step"), pytest.raises(KeyboardInterrupt), world.lifecycle.scope("generate"):
+        world.add("mine")
+        world.step()
+    del world.asked["mine"]
+    assert world.lifecycle.state is State.RUNNING
+    world.finish()
+    assert all(world.is_right(name) for name in world.asked)
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_in_a_drain_rolls_it_back():
+    """The step in progress ends, then admission is open again."""
+    world = at.running()
+    with ctrl_c_in(world, "step"), pytest.raises(KeyboardInterrupt):
+        world.lifecycle.sleep(1)
+    assert world.lifecycle.state is State.RUNNING
+    world.finish()
+    assert all(world.is_right(name) for name in world.asked)
+    nothing_is_left_half_done(world)
+
+
+@pytest.mark.parametrize(
+    ("build", "what", "call", "state"),
+    [
+        (at.running, "sleep(1)", "sleep", State.SLEEPING),
+        (partial(at.asleep, 1), "wake_up", "wake_up", State.RUNNING),
+        (partial(at.asleep, 1), "wake_up", "add", State.RUNNING),
+        (at.idle_after_work, "reload_weights", "reload_weights", State.AWAKE),
+        (at.idle_after_work, "add", "add", State.RUNNING),
+        (at.running, "abort", "abort", State.RUNNING),
+        (at.idle_after_work, "apply_model", "apply_model", State.AWAKE),
+        (at.running, "close", "shutdown", State.CLOSED),
+    ],
+)
+def test_ctrl_c_in_any_other_call_waits_for_its_end(build, what, call, state):
+    """What can't be stopped half-way comes to its end, and then the caller gets the Ctrl-C."""
+    world = build()
+    with ctrl_c_in(world, call), pytest.raises(KeyboardInterrupt):
+        OPS[what](world)
+    assert world.lifecycle.state is state
+    nothing_is_left_half_done(world)
+
+
+def test_a_second_ctrl_c_is_not_held_back():
+    """Whoever presses twice gets out of a hang at once; the engine failed."""
+    world = at.running()
+    with ctrl_c_in(world, "step", times=2), pytest.raises(KeyboardInterrupt):
+        world.lifecycle.sleep(1)
+    assert world.lifecycle.state is State.FAILED
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_in_a_plain_step_is_not_held_back():
+    """A caller's own loop pays nothing for a handler, so the step is cut and the engine failed."""
+    world = at.running()
+    with ctrl_c_in(world, "step"), pytest.raises(KeyboardInterrupt):
+        world.step()
+    assert world.lifecycle.state is State.FAILED
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_in_a_progress_callback_rolls_back():
+    """It is the caller's own code: no waiting, and the KeyboardInterrupt is what comes out."""
+    world = at.running()
+    with pytest.raises(KeyboardInterrupt):
+        world.lifecycle.sleep(1, progress=lambda _: signal.raise_signal(signal.SIGINT))
+    assert world.lifecycle.state is State.RUNNING
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_is_not_lost_behind_another_error():
+    """Pressed during a call that then fails: both are told."""
+    world = at.running()
+    world.engine.faults.add("sleep", raises=RuntimeError("half"))
+    with ctrl_c_in(world, "memory"), pytest.raises(KeyboardInterrupt) as caught:
+        world.lifecycle.sleep(1, "keep")
+    assert isinstance(caught.value.__context__, EngineFailed)
+    nothing_is_left_half_done(world)
