@@ -123,21 +123,18 @@ def test_tainted_weights_stay_so_however_often_they_are_looked_at(lifecycle, eng
 
 
 def test_weights_once_valid_are_not_looked_at_again(lifecycle, engine):
-    """The check costs a pass over all parameters: it is made after a discard, until they are loaded."""
+    """The check costs a pass over all parameters: it is made where a hole may be, until they are loaded."""
     looked = []
     engine.missing_weights = lambda look=engine.missing_weights: looked.append(1) or look()
-    lifecycle.reload_weights()
-    load(lifecycle, SHARDS)
-    lifecycle.mark_weights_loaded()
-    assert looked == []
-    lifecycle.sleep(2)
-    lifecycle.wake_up()
-    lifecycle.reload_weights()
-    assert looked
-    assert lifecycle.snapshot().weights == "valid"
-    looked.clear()
-    report = lifecycle.reload_weights()
-    assert (report.missing, looked) == ((), [])
+    for _ in range(2):
+        load(lifecycle, SHARDS)
+        lifecycle.mark_weights_loaded()
+        assert looked == []
+        lifecycle.sleep(2)
+        lifecycle.wake_up()
+        assert lifecycle.reload_weights().missing == ()
+        assert looked
+        looked.clear()
 
 
 def test_the_end_of_an_update_that_was_overtaken_is_no_news(lifecycle):
