@@ -1,7 +1,7 @@
 """Whether any test notices a planted fault: `python -m tests.mutants`.
 
 Each mutant (see `operators`) is planted and judged (see `judge`) by the tests that run
-the line it changes, quickest first. At least 90 % must be *killed*: a test fails, or hangs
+the line it changes. At least 90 % must be *killed*: a test fails, or hangs
 where it did not before. The others stand in `survivors.toml`, each with the reason why it
 does no harm; an entry there that no longer fits is an error too.
 
@@ -22,6 +22,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These look at sources and pages, not at behaviour; the last runs for long, and what it would kill others kill.
+# These look at sources and pages, not at behaviour; the last runs for long, and what it kills others kill too.
 NOT_JUDGES = ("test_docs.py", "test_imports.py", "test_mutants.py", "test_soak.py")
 ENOUGH = 0.9
 INHERITED = (pytest_asyncio, structlog, transitions)
@@ -146,8 +147,12 @@ class _Case:
 def trials(
     queue: Iterable[tuple[Mutant, list[str]]], seconds: Mapping[str, float], jobs: int, patience: float
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """Judge the mutants, `jobs` at a time; each with its verdict, as they come."""
+    """Judge the mutants, `jobs` at a time; each with its verdict, as they come.
+
+    The test files that killed most so far come first, and in each the quickest tests.
+    """
     waiting = iter(queue)
+    kills: Counter[str] = Counter()
     with selectors.DefaultSelector() as selector:
         try:
             while True:
@@ -156,9 +161,9 @@ def trials(
                     if not tests:
                         yield mutant, Verdict("survived", "no test runs it")
                         continue
-                    pid, reads = judge.fork(
-                        lambda tell, mutant=mutant, tests=tests: judge.judge(mutant, tests, tell)
-                    )
+                    tests.sort(key=lambda test: -kills[test.partition("::")[0]])
+                    work = partial(judge.judge, mutant, tests, together=FILES.get(mutant.file) == "vllm")
+                    pid, reads = judge.fork(work)
                     case = _Case(mutant, pid, since=time.monotonic())
                     selector.register(reads, selectors.EVENT_READ, case)
                 if not selector.get_map():
@@ -174,6 +179,7 @@ def trials(
                         selector.unregister(key.fd)
                         os.close(key.fd)
                         judge.end(case.pid)
+                        kills[case.verdict.by.partition("::")[0]] += case.verdict.word == "killed"
                         yield case.mutant, case.verdict
         finally:
             for key in list(selector.get_map().values()):

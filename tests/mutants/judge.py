@@ -64,6 +64,7 @@ class _Clerk:
 
     def __init__(self, tell: Tell, order: Mapping[str, int] | None, cover: coverage.Coverage | None) -> None:
         self._tell, self._order, self._cover = tell, order, cover
+        self.killed = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -79,6 +80,7 @@ class _Clerk:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
+            self.killed = True
             crash = getattr(report.longrepr, "reprcrash", None)
             why = crash.message if crash is not None else str(report.longrepr)
             self._tell(killed=report.nodeid, why=" ".join(why.split())[:200])
@@ -123,8 +125,11 @@ def end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def judge(mutant: Mutant, tests: Iterable[str], tell: Tell) -> None:
-    """Run these tests, in this order, on the mutant. In a child."""
+def judge(mutant: Mutant, tests: Iterable[str], tell: Tell, *, together: bool) -> None:
+    """Run these tests on the mutant until one fails, in their order: file by file, or together. In a child.
+
+    To collect all files at once takes longer than most verdicts; but what a session shares ends with it.
+    """
     loader = _Planted(mutant.file, mutant.source)
     sys.meta_path.insert(0, _Finder(loader))
     try:
@@ -133,7 +138,11 @@ def judge(mutant: Mutant, tests: Iterable[str], tell: Tell) -> None:
         tell(invalid=repr(error))
         return
     order = {nodeid: place for place, nodeid in enumerate(tests)}
-    _run_pytest(sorted({nodeid.partition("::")[0] for nodeid in order}), _Clerk(tell, order, None), "-x")
+    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in order))
+    clerk = _Clerk(tell, order, None)
+    for some in [files] if together else [[file] for file in files]:
+        if not clerk.killed:
+            _run_pytest(some, clerk, "-x")
     tell(survived="")
 
 

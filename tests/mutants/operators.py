@@ -205,7 +205,12 @@ def _elements(node: Any) -> Iterator[Edit]:
     entries = [entry for entry in entries if entry]
     for entry in entries if len(entries) > 1 else ():
         # A member in the place of a value is taken for another instead.
-        if ":" not in entry or entry[2].type not in {"atom", "atom_expr"}:
+        if ":" in entry and entry[2].type in {"atom", "atom_expr"}:
+            continue
+        rest = [other for other in entries if other is not entry]
+        if node.type == "testlist_comp" and len(rest) == 1:  # a tuple of one needs its comma
+            yield "DropElement", node.start_pos, node.end_pos, f"{_code(rest[0][0])},"
+        else:
             yield "DropElement", entry[0].start_pos, entry[-1].end_pos, ""
 
 
