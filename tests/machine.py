@@ -493,6 +493,13 @@ class Machine(RuleBasedStateMachine):
         self.bench.arm(script)
         self.armed = True
 
+    @precondition(lambda self: self.world.serving and not self.armed and self.bench.can_fault)
+    @rule(when=st.sampled_from(["before", "after"]))
+    def step_fails(self, when):
+        self.bench.arm({"call": "step", "when": when, "raises": ScriptedFault("step failed")})
+        self.armed = True
+        self.step_once()
+
     @precondition(lambda self: self.world.failed)
     @rule(found=st.sampled_from(["awake", "asleep 1", "asleep 2", "paused", "dummy", "half"]))
     def recover(self, found):
