@@ -7,8 +7,18 @@ import pytest
 
 import lifecycle.sleep
 from engine_adapter.simulated import SamplingParams, SimulatedEngine, expected_tokens
-from lifecycle import DrainTimeout, EngineFailed, IllegalCall, Lifecycle, ReleaseFailed, State
-from lifecycle.engine import Capabilities, Memory
+from lifecycle import (
+    Closed,
+    DrainCancelled,
+    DrainStalled,
+    DrainTimeout,
+    EngineFailed,
+    IllegalCall,
+    Lifecycle,
+    ReleaseFailed,
+    State,
+)
+from lifecycle.engine import Capabilities, Memory, Progress
 
 
 class Bench:
@@ -308,3 +318,50 @@ def test_a_stray_output_in_a_drain_is_no_reason_to_drop_the_others(bench):
     assert set(report.drained) == {"r0", "r1"}
     assert [event["call"] for event in bench.events("unexpected_output")] == ["nobody"]
     bench.lifecycle.wake_up()
+
+
+def test_a_deadline_has_rolled_back_before_it_is_raised(bench):
+    """Whoever advances a sleep need not cancel it as well: at the error the machine is back where it was."""
+    sleep = bench.core.begin_sleep(1, "wait", max_steps=0)
+    with pytest.raises(DrainTimeout):
+        sleep.advance()
+    assert (bench.lifecycle.state, bench.core.transition) == (State.RUNNING, None)
+    assert bench.lifecycle.snapshot().in_flight == 3
+
+
+def test_a_sleep_that_another_call_ended_does_not_go_on(bench):
+    """Rolled back or closed by somebody else, it does nothing more and says what happened."""
+    began = time.monotonic()
+    sleep = bench.core.begin_sleep(1, "wait")
+    sleep.cancel()
+    steps = bench.engine.calls.count("step")
+    with pytest.raises(DrainCancelled, match="another call ended it") as cancelled:
+        sleep.advance()
+    assert 0 <= cancelled.value.seconds <= time.monotonic() - began
+    assert bench.engine.calls.count("step") == steps
+    bench.finish_right()
+    other = Bench()
+    sleep = other.core.begin_sleep(1, "wait")
+    other.lifecycle.close()
+    with pytest.raises(Closed):
+        sleep.advance()
+
+
+def test_requests_of_one_drain_step_are_counted_apart(bench):
+    """Two that end in the same step are each drained once, and their tokens counted once."""
+    report = bench.lifecycle.sleep(1, "wait_all")
+    assert sorted(report.drained) == ["r0", "r1", "r2"]
+    assert report.tokens == 3 * 8 - 2 * 2  # two had two tokens each
+    bench.lifecycle.wake_up()
+
+
+def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
+    """An engine that says it has work of nobody's, for ever, is stalled at last."""
+    engine = SimulatedEngine(max_num_seqs=2)
+    bench = Bench(engine, requests=0, stall_s=0.05)
+    engine.has_work = lambda: True
+    steps = count(1)
+    engine.progress = lambda: Progress(next(steps), frozenset({"somebody"}))
+    with pytest.raises(DrainStalled):
+        bench.lifecycle.sleep(1)
+    assert bench.lifecycle.state is State.AWAKE

@@ -141,7 +141,7 @@ def test_memory_is_summed_over_ranks(gpu):
 
 
 def test_memory_without_a_pool_cannot_be_told_asleepable(gpu):
-    """An engine without the pool has device memory, and nothing that could sleep; all asleep is 0, not unknown."""
+    """Without the pool nothing is known to be able to sleep; with all of it asleep, nothing more is: 0."""
     engine, _ = gpu(Rank(30, 100))
     assert (engine.memory().device, engine.memory().asleepable) == (70, None)
     engine, _ = gpu(Rank(30, 100, [allocation("weights", 20, asleep=True)]))
@@ -388,8 +388,12 @@ def test_the_encoder_cache_goes_with_the_prefix_cache(adapter, drops, has_encode
 
 @pytest.mark.parametrize(
     ("renderer", "resets"),
-    [(None, 0), (SimpleNamespace(), 0), (SimpleNamespace(mm_processor_cache=None), 0)]
-    + [(SimpleNamespace(mm_processor_cache="one"), 1)],
+    [
+        (None, 0),
+        (SimpleNamespace(), 0),
+        (SimpleNamespace(mm_processor_cache=None), 0),
+        (SimpleNamespace(mm_processor_cache="one"), 1),
+    ],
 )
 def test_media_are_forgotten_only_where_they_are_remembered(adapter, renderer, resets):
     """A front end without a cache of media has nothing to forget."""
@@ -453,7 +457,7 @@ def test_a_sleep_of_an_older_release_is_paused_first(adapter):
 
 
 def test_arrival_is_that_of_the_call(adapter):
-    """Given by the caller, by the prompt, or the time of the call; and what was left at its default is not passed on."""
+    """Given by the caller, by the prompt, or the time of the call; options left at their default are dropped."""
     import time
 
     from vllm import SamplingParams
@@ -474,7 +478,7 @@ def test_arrival_is_that_of_the_call(adapter):
 
 
 def test_arguments_must_be_what_vllm_takes(adapter):
-    """An id that is no string and parameters of another kind are refused as TypeError before anything else."""
+    """An id that is no string and parameters of another kind are refused as TypeError."""
     from vllm import PoolingParams, SamplingParams
 
     engine = adapter.VllmInprocess(FakeEngine())
@@ -489,7 +493,7 @@ def test_arguments_must_be_what_vllm_takes(adapter):
 
 
 def test_validation_passes_on_what_the_release_takes(adapter):
-    """The front end gets the call's arrival and those options that it knows; without one nothing is validated."""
+    """The front end gets the call's arrival and the options that it knows; without one nothing is validated."""
     from vllm import SamplingParams
 
     fake = FakeEngine()
@@ -556,7 +560,7 @@ def test_only_a_request_that_waits_and_has_nothing_never_ran(adapter, request_, 
 
 
 def test_a_delta_without_tokens_has_no_history(adapter):
-    """Logprobs of tokens that were given before are cut from it; those of new tokens, and of other kinds, stay."""
+    """Logprobs of tokens that were given before are cut; those of new tokens, and of other kinds, stay."""
     from vllm.sampling_params import RequestOutputKind
 
     def output(tokens, logprobs):
@@ -599,11 +603,10 @@ def test_the_doctor_says_what_this_release_has(adapter):
 
 def test_the_doctor_names_what_a_missing_part_costs(adapter, monkeypatch):
     """A part that a release lacks is missing, with the guarantee that is lost."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    monkeypatch.delattr(Scheduler, "set_pause_state")
+    monkeypatch.delattr(adapter.LLMEngine, "reset_encoder_cache")
     monkeypatch.setattr(adapter.Executor, "is_sleeping", False, raising=False)
     rows = dict(adapter.doctor())
-    assert rows["Scheduler.set_pause_state"].startswith("missing: keep")
+    cost = adapter.OPTIONAL_SURFACE["reset_encoder_cache"]
+    assert rows["LLMEngine.reset_encoder_cache"] == f"missing: {cost}"
     assert rows["sleep again from partly awake"].startswith("missing")
     assert rows["KV cache first after level 2"].startswith("missing")

@@ -45,7 +45,7 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These look at sources and pages, not at behaviour; the last runs for long, and what it kills others kill too.
+# These look at sources and pages, not at behaviour; the last runs for long, and what it kills others kill.
 NOT_JUDGES = ("test_docs.py", "test_imports.py", "test_mutants.py", "test_soak.py")
 ENOUGH = 0.9
 INHERITED = (pytest_asyncio, structlog, transitions)
