@@ -12,9 +12,10 @@ it, on its thread, `step`, `has_unfinished_requests` and the counts speak only o
 requests that it admitted. If another thread puts the engine to sleep, a scope waits
 for the wake. Left by an exception, it aborts what it owns.
 
-Ctrl-C while an engine call runs inside a scope or a sleep is deferred to the end of
-that call, because an exception in the middle of a step poisons the engine. A second
-one is not deferred.
+Ctrl-C while an engine call runs is deferred to the end of that call, because an
+exception in the middle of a step poisons the engine. A second one is not deferred. Only
+a `step` outside a scope pays for no handler: a Ctrl-C in it is a failure of the engine,
+and where it lands in the library's own code the ledger is made whole again.
 """
 
 import contextlib
@@ -165,6 +166,8 @@ def _is_half_done(frame: FrameType | None) -> bool:
     if frame is None or frame.f_code is _FairLock._wait.__code__:  # noqa: SLF001  (the same module)
         return False
     return frame.f_code.co_filename.startswith(_OURS)
+
+
 _living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 

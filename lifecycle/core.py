@@ -684,7 +684,7 @@ class Core:
         self.fail_with("step", cause)
 
     def step_engine(self) -> list[Any]:
-        """One engine step: its outputs, each once. With none, it must have work left for what is in flight."""
+        """One engine step: its outputs, each once. With none, there is work left for what is in flight."""
         self.step_started = time.monotonic()
         try:
             outputs = self._step()
@@ -1147,18 +1147,18 @@ class Core:
                     self.end_all("abort")
         finally:  # whatever the engine says to that, it is the end
             try:
-                self._end_here("closed" if shutdown else "detached")
+                self._leave(shutdown=shutdown)
                 self.let_go(shutdown=shutdown)
             finally:
                 self.operation = None
 
-    def _end_here(self, how: str) -> None:
+    def _leave(self, *, shutdown: bool) -> None:
         unserved = list(self.ledger.held)
         for record in [*self.ledger.held.values(), *self.ledger.in_flight.values()]:
             self.ledger.drop(record)
         self.transition = None
         self.fire(Trigger.CLOSE)
-        self.events.emit(how, counts={"unserved": len(unserved)})
+        self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
 
 
 def _no_step() -> Any:

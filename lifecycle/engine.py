@@ -126,7 +126,9 @@ class Engine(Protocol):
     """An engine that its caller steps.
 
     `engine_id` below is what `add` returned. Any exception that a method does not
-    document means that the engine can't be trusted any more.
+    document, and any answer that is not of the kind that it does, means that the engine
+    can't be trusted any more. Only `prepare` and `validate` touch nothing, so whatever
+    they raise concerns their caller alone.
     """
 
     @property

@@ -11,7 +11,7 @@
     |   |-- DrainStalled
     |   `-- DrainCancelled
     |-- EngineError                     the engine's
-    |   |-- WakeFailed                  the wake can be tried again: the state is unchanged
+    |   |-- WakeFailed                  the wake can be tried again: not all came back
     |   |-- ReleaseFailed               the engine sleeps but freed far less than it holds
     |   |-- CacheNotReset               the engine would not drop its caches
     |   |-- EngineFailed                the engine can't be trusted: recover() or close()
@@ -107,9 +107,9 @@ class EngineError(LifecycleError):
 
 
 class WakeFailed(EngineError):
-    """The engine could not wake and can try again; the state is unchanged.
+    """Not all memory came back, and the wake can be tried again. What did is in the snapshot.
 
-    Fields: `tags`, `missing_bytes` (None where it can't be told).
+    Fields: `tags` (what did not come back), `missing_bytes` (None where it can't be told).
     """
 
 
@@ -127,8 +127,8 @@ class CacheNotReset(EngineError):
 class EngineFailed(EngineError):
     """The engine can't be trusted any more. `recover()` builds a new one; else `close()`.
 
-    The cause is chained. Fields: `call` (what was under way), `in_flight` (ids that got
-    their terminal output now, partial tokens kept), `held` (ids that wait for `recover`),
+    The cause is chained. Fields: `call` (what was under way), `in_flight` (ids that ended
+    with it, partial tokens kept where they can be told), `held` (ids that wait for `recover`),
     and `restart` where no new engine can live in this process.
     """
 

@@ -1,4 +1,4 @@
-"""A lifecycle in any state with requests in it, on an engine that keeps a log: what the fault tests work on."""
+"""A lifecycle in any state with requests in it, on an engine that keeps a log: for the tests of faults."""
 
 import contextlib
 import functools

@@ -17,18 +17,19 @@ What must follow is written here by hand, without the lifecycle's own table: `OU
 
 import contextlib
 import gc
+import re
 import threading
 import time
 from functools import partial
 
 import pytest
 
-from engine_adapter.simulated import OutputKind, RequestOutput, SamplingParams
+from engine_adapter.simulated import RequestOutput
 from lifecycle import CacheNotReset, EngineFailed, IllegalCall, State, WakeFailed
 from lifecycle.engine import Condition, OutOfDeviceMemory, Progress
 from tests import fault_world as at
 from tests import report
-from tests.fault_world import CALLS, OPS, World
+from tests.fault_world import CALLS, OPS
 
 KINDS = ("before", "after", "wrong", "hang", "interrupt")
 
@@ -62,135 +63,172 @@ SCENES = {
     "failed": (at.failed, State.FAILED),
 }
 
-# -- the routes: state | what the caller does | engine calls | state that follows -------------------
+# -- the routes: what a caller does in a state -> the state that follows | the engine calls it makes ---
+
+TOGETHER = {
+    "RECALL": "unstarted abort last_outputs",
+    "DRAIN": "has_work tokens step copy_output progress",
+    "LAUNCHED": "has_launched tokens step copy_output progress",
+    "RELEASE": "memory sleep condition",
+    "MAP": "memory wake_up condition",
+    "LOOK": "missing_weights reset_caches",
+    "RESUME": "resume_scheduling condition",
+    "READMIT": "forget_media add",
+    "END": "last_outputs abort",
+}
 
 ROUTES_IN_WORDS = """
-nothing yet, a busy engine | attach                         | condition | running
-nothing yet, dummy weights | attach                         | condition discard_weights missing_weights | partially_awake
-
-awake                      | step                           | step | awake
-awake                      | add                            | prepare add | running
-awake                      | generate, left by an exception | prepare add step abort last_outputs | awake
-awake                      | sleep(1)                       | unstarted has_work memory sleep condition | sleeping
-awake                      | sleep(1, keep)                 | pause_scheduling has_launched memory sleep condition | sleeping
-awake                      | reload_weights                 | call reset_caches | awake
-awake                      | update                         | call reset_caches | awake
-awake                      | mark_weights_loaded            | reset_caches | awake
-awake                      | rpc                            | call | awake
-awake                      | apply_model                    | call | awake
-awake                      | reset_prefix_cache             | call | awake
-awake                      | close                          | shutdown | closed
-
-running                    | step                           | step | running
-running                    | add                            | prepare add | running
-running                    | abort                          | abort last_outputs | running
-running                    | generate                       | prepare add step copy_output has_work | awake
-running                    | sleep(0)                       | unstarted abort last_outputs has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
-running                    | sleep(1)                       | unstarted abort last_outputs has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
-running                    | sleep(1, wait_all)             | has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
-running                    | sleep(1, abort)                | last_outputs abort has_work step progress memory sleep condition | sleeping
-running                    | sleep(1, keep)                 | pause_scheduling has_launched memory sleep condition | sleeping
-running                    | sleep(1), rolled back          | unstarted abort last_outputs has_work tokens step copy_output progress resume_scheduling condition forget_media add | running
-running                    | sleep(1), falling through      | unstarted abort last_outputs has_work tokens step copy_output progress memory sleep condition | sleeping
-running                    | pause                          | pause_scheduling has_launched memory sleep condition | sleeping
-running                    | rpc                            | call | running
-running                    | apply_model                    | call | running
-running                    | close                          | last_outputs abort shutdown | closed
-running, all silent        | step                           | step has_work | running
-running, launching ahead   | step                           | step | running
-running, launching ahead   | abort                          | abort last_outputs | running
-running, launching ahead   | sleep(1)                       | unstarted abort last_outputs has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
-running, launching ahead   | sleep(1, keep)                 | pause_scheduling has_launched tokens step copy_output progress memory sleep condition | sleeping
-running, launching ahead   | close                          | last_outputs abort shutdown | closed
-
-draining                   | add                            | prepare validate | draining
-draining                   | abort                          | abort last_outputs | draining
-draining                   | advance                        | has_work tokens step copy_output progress count_tokens memory sleep condition | sleeping
-draining                   | cancel                         | resume_scheduling condition forget_media add | running
-draining                   | close                          | last_outputs abort shutdown | closed
-draining, to keep          | advance                        | has_launched tokens step copy_output progress memory sleep condition | sleeping
-draining, to keep          | cancel                         | resume_scheduling condition | running
-draining, to keep          | detach                         | resume_scheduling condition | closed
-draining, to keep          | close                          | last_outputs abort shutdown | closed
-
-asleep 0                   | add                            | prepare validate | sleeping
-asleep 0                   | sleep(2)                       | memory sleep condition | sleeping
-asleep 0                   | wake_up                        | memory resume_scheduling condition forget_media add | running
-asleep 0                   | release_kv_cache_memory        | has_work release_kv_cache_memory condition | partially_awake
-asleep 0, to flush         | release_kv_cache_memory        | has_work step release_kv_cache_memory condition | partially_awake
-asleep 0                   | reload_weights                 | call reset_caches | sleeping
-asleep 0                   | rpc                            | call | sleeping
-asleep 0                   | close                          | shutdown | closed
-asleep 0, kept             | abort                          | abort last_outputs | sleeping
-asleep 0, kept             | sleep(1, abort)                | last_outputs abort memory sleep condition | sleeping
-asleep 0, kept             | sleep(1, keep)                 | memory sleep condition | sleeping
-asleep 0, kept             | wake_up                        | memory resume_scheduling condition | running
-asleep 0, kept             | close                          | last_outputs abort shutdown | closed
-asleep 0, deepening        | add                            | prepare validate | sleeping
-asleep 0, deepening        | abort                          | abort last_outputs | sleeping
-asleep 0, deepening        | advance                        | memory sleep condition | sleeping
-asleep 0, deepening        | close                          | last_outputs abort shutdown | closed
-asleep 1                   | add                            | prepare validate | sleeping
-asleep 1                   | wake_up                        | memory wake_up condition resume_scheduling forget_media add | running
-asleep 1                   | wake_up(weights)               | memory wake_up condition | partially_awake
-asleep 1                   | wake_up(kv_cache)              | memory wake_up condition | partially_awake
-asleep 1                   | rpc                            | call | sleeping
-asleep 1                   | close                          | shutdown | closed
-asleep 1, kept             | abort                          | abort last_outputs | sleeping
-asleep 1, kept             | wake_up                        | memory wake_up condition resume_scheduling | running
-asleep 1, kept             | close                          | last_outputs abort shutdown | closed
-asleep 1, paused           | wake_up                        | memory wake_up condition pause_scheduling | sleeping
-asleep 2                   | wake_up                        | memory wake_up condition discard_weights missing_weights | partially_awake
-asleep 2                   | wake_up(weights)               | memory wake_up condition discard_weights missing_weights | partially_awake
-asleep 2                   | close                          | shutdown | closed
-asleep 2, kept             | wake_up                        | memory wake_up condition discard_weights missing_weights | partially_awake
-asleep 2                   | add                            | prepare validate | sleeping
-asleep 2                   | rpc                            | call | sleeping
-asleep 2, kept             | abort                          | abort last_outputs | sleeping
-asleep 2, kept             | close                          | last_outputs abort shutdown | closed
-
-weights awake              | add                            | prepare validate | partially_awake
-weights awake              | sleep(1)                       | memory sleep condition | sleeping
-weights awake              | wake_up                        | memory wake_up condition resume_scheduling forget_media add | running
-weights awake              | update                         | call reset_caches | partially_awake
-weights awake              | apply_model                    | call | partially_awake
-weights awake              | close                          | shutdown | closed
-weights awake, going back  | add                            | prepare validate | partially_awake
-weights awake, going back  | advance                        | memory sleep condition | sleeping
-weights awake, going back  | close                          | shutdown | closed
-KV cache awake             | wake_up                        | memory wake_up condition resume_scheduling forget_media add | running
-KV cache awake             | add                            | prepare validate | partially_awake
-KV cache awake             | rpc                            | call | partially_awake
-KV cache awake             | close                          | shutdown | closed
-weights awake, empty       | reload_weights                 | call reset_caches missing_weights | partially_awake
-weights awake, empty       | wake_up                        | memory missing_weights wake_up condition | partially_awake
-all but valid              | add                            | missing_weights prepare validate | partially_awake
-all but valid              | reload_weights                 | call reset_caches missing_weights resume_scheduling condition forget_media add | running
-all but valid              | update                         | call reset_caches | partially_awake
-all but valid              | sleep(1)                       | memory sleep condition | sleeping
-all but valid              | close                          | shutdown | closed
-all but valid, unseen load | add                            | missing_weights reset_caches resume_scheduling condition forget_media add prepare | running
-all but valid, unseen load | wake_up                        | memory missing_weights resume_scheduling condition forget_media add | running
-all but valid, unseen load | mark_weights_loaded            | missing_weights reset_caches resume_scheduling condition forget_media add | running
-all but valid, unseen load | generate                       | missing_weights reset_caches resume_scheduling condition forget_media add prepare step copy_output has_work | awake
-all but valid, unseen load | generate, left by an exception | missing_weights reset_caches resume_scheduling condition forget_media add prepare step copy_output abort last_outputs | running
-updating                   | end of update                  | call reset_caches resume_scheduling condition forget_media add | running
-updating                   | reload_weights                 | call reset_caches resume_scheduling condition forget_media add | running
-updating                   | add                            | prepare validate | partially_awake
-updating                   | sleep(1)                       | memory sleep condition | sleeping
-updating                   | wake_up                        | memory | partially_awake
-updating                   | close                          | shutdown | closed
-
-failed                     | recover                        | shutdown condition forget_media add | running
-failed                     | close                          | shutdown | closed
+nothing yet, a busy engine
+    attach                         -> running         | condition
+nothing yet, dummy weights
+    attach                         -> partially_awake | condition discard_weights missing_weights
+awake
+    step                           -> awake           | step
+    add                            -> running         | prepare add
+    generate, left by an exception -> awake           | prepare add step END
+    sleep(1)                       -> sleeping        | unstarted has_work RELEASE
+    sleep(1, keep)                 -> sleeping        | pause_scheduling has_launched RELEASE
+    reload_weights                 -> awake           | call reset_caches
+    update                         -> awake           | call reset_caches
+    mark_weights_loaded            -> awake           | reset_caches
+    rpc                            -> awake           | call
+    apply_model                    -> awake           | call
+    reset_prefix_cache             -> awake           | call
+    close                          -> closed          | shutdown
+running
+    step                           -> running         | step
+    add                            -> running         | prepare add
+    abort                          -> running         | END
+    generate                       -> awake           | prepare add step copy_output has_work
+    sleep(0)                       -> sleeping        | RECALL DRAIN count_tokens RELEASE
+    sleep(1)                       -> sleeping        | RECALL DRAIN count_tokens RELEASE
+    sleep(1, wait_all)             -> sleeping        | DRAIN count_tokens RELEASE
+    sleep(1, abort)                -> sleeping        | END has_work step progress RELEASE
+    sleep(1, keep)                 -> sleeping        | pause_scheduling has_launched RELEASE
+    sleep(1), rolled back          -> running         | RECALL DRAIN RESUME READMIT
+    sleep(1), falling through      -> sleeping        | RECALL DRAIN RELEASE
+    pause                          -> sleeping        | pause_scheduling has_launched RELEASE
+    rpc                            -> running         | call
+    apply_model                    -> running         | call
+    close                          -> closed          | END shutdown
+running, all silent
+    step                           -> running         | step has_work
+running, launching ahead
+    step                           -> running         | step
+    abort                          -> running         | END
+    sleep(1)                       -> sleeping        | RECALL DRAIN count_tokens RELEASE
+    sleep(1, keep)                 -> sleeping        | pause_scheduling LAUNCHED RELEASE
+    close                          -> closed          | END shutdown
+draining
+    add                            -> draining        | prepare validate
+    abort                          -> draining        | END
+    advance                        -> sleeping        | DRAIN count_tokens RELEASE
+    cancel                         -> running         | RESUME READMIT
+    close                          -> closed          | RESUME READMIT END shutdown
+draining, to keep
+    advance                        -> sleeping        | LAUNCHED RELEASE
+    cancel                         -> running         | RESUME
+    detach                         -> closed          | RESUME
+    close                          -> closed          | RESUME END shutdown
+asleep 0
+    add                            -> sleeping        | prepare validate
+    sleep(2)                       -> sleeping        | RELEASE
+    wake_up                        -> running         | memory RESUME READMIT
+    release_kv_cache_memory        -> partially_awake | has_work release_kv_cache_memory condition
+    reload_weights                 -> sleeping        | call reset_caches
+    rpc                            -> sleeping        | call
+    close                          -> closed          | shutdown
+asleep 0, kept
+    abort                          -> sleeping        | END
+    sleep(1, abort)                -> sleeping        | END RELEASE
+    sleep(1, keep)                 -> sleeping        | RELEASE
+    wake_up                        -> running         | memory RESUME
+    close                          -> closed          | END shutdown
+asleep 0, to flush
+    release_kv_cache_memory        -> partially_awake | has_work step release_kv_cache_memory condition
+asleep 0, deepening
+    add                            -> sleeping        | prepare validate
+    abort                          -> sleeping        | END
+    advance                        -> sleeping        | RELEASE
+    close                          -> closed          | END shutdown
+asleep 1
+    add                            -> sleeping        | prepare validate
+    wake_up                        -> running         | MAP resume_scheduling READMIT
+    wake_up(weights)               -> partially_awake | MAP
+    wake_up(kv_cache)              -> partially_awake | MAP
+    rpc                            -> sleeping        | call
+    close                          -> closed          | shutdown
+asleep 1, kept
+    abort                          -> sleeping        | END
+    wake_up                        -> running         | MAP resume_scheduling
+    close                          -> closed          | END shutdown
+asleep 1, paused
+    wake_up                        -> sleeping        | MAP pause_scheduling
+asleep 2
+    wake_up                        -> partially_awake | MAP discard_weights missing_weights
+    wake_up(weights)               -> partially_awake | MAP discard_weights missing_weights
+    close                          -> closed          | shutdown
+    add                            -> sleeping        | prepare validate
+    rpc                            -> sleeping        | call
+asleep 2, kept
+    wake_up                        -> partially_awake | MAP discard_weights missing_weights
+    abort                          -> sleeping        | END
+    close                          -> closed          | END shutdown
+weights awake
+    add                            -> partially_awake | prepare validate
+    sleep(1)                       -> sleeping        | RELEASE
+    wake_up                        -> running         | MAP resume_scheduling READMIT
+    update                         -> partially_awake | call reset_caches
+    apply_model                    -> partially_awake | call
+    close                          -> closed          | shutdown
+weights awake, going back
+    add                            -> partially_awake | prepare validate
+    advance                        -> sleeping        | RELEASE
+    close                          -> closed          | shutdown
+KV cache awake
+    wake_up                        -> running         | MAP resume_scheduling READMIT
+    add                            -> partially_awake | prepare validate
+    rpc                            -> partially_awake | call
+    close                          -> closed          | shutdown
+weights awake, empty
+    reload_weights                 -> partially_awake | call LOOK
+    wake_up                        -> partially_awake | MAP missing_weights
+all but valid
+    add                            -> partially_awake | missing_weights prepare validate
+    reload_weights                 -> running         | call LOOK RESUME READMIT
+    update                         -> partially_awake | call reset_caches
+    sleep(1)                       -> sleeping        | RELEASE
+    close                          -> closed          | shutdown
+all but valid, unseen load
+    add                            -> running         | LOOK RESUME READMIT prepare
+    wake_up                        -> running         | memory missing_weights RESUME READMIT
+    mark_weights_loaded            -> running         | LOOK RESUME READMIT
+    generate                       -> awake           | LOOK RESUME READMIT prepare step copy_output has_work
+    generate, left by an exception -> running         | LOOK RESUME READMIT prepare step copy_output END
+updating
+    end of update                  -> running         | call reset_caches RESUME READMIT
+    reload_weights                 -> running         | call reset_caches RESUME READMIT
+    add                            -> partially_awake | prepare validate
+    sleep(1)                       -> sleeping        | RELEASE
+    wake_up                        -> partially_awake | memory
+    close                          -> closed          | shutdown
+failed
+    recover                        -> running         | shutdown condition READMIT
+    close                          -> closed          | shutdown
 """
 
-ROUTES = {
-    (scene, what): (calls.split(), State(follows))
-    for line in ROUTES_IN_WORDS.splitlines()
-    if line
-    for scene, what, calls, follows in [[part.strip() for part in line.split("|")]]
-}
+
+def _read_routes():
+    for line in ROUTES_IN_WORDS.strip().splitlines():
+        if not line.startswith(" "):
+            scene = line
+            continue
+        what, follows, words = (part.strip() for part in re.split(r"->|\|", line))
+        calls = " ".join(TOGETHER.get(word, word) for word in words.split())
+        yield (scene, what), (list(dict.fromkeys(calls.split())), State(follows))
+
+
+ROUTES = dict(_read_routes())
 
 # -- what an engine may answer instead, and what must come of it -------------------------------------
 
@@ -443,7 +481,7 @@ class Case:
         assert self.world.engine.closed
 
     def fails(self):
-        """FAILED: the ended were told, nothing else reached the engine, and a new one serves what was held."""
+        """FAILED: the ended were told, nothing else reached the engine, a new one serves what was held."""
         world, life = self.world, self.world.lifecycle
         self.got(EngineFailed)
         assert life.state is State.FAILED
@@ -508,7 +546,8 @@ class Case:
         world = self.world
         told = set(world.asked) - world.aborted if self.what == "close" else set()
         for name in told:
-            assert world.is_right(name) or world.is_cut(name) or not world.outputs.get(name), name
+            ended = world.is_right(name) or world.is_cut(name)
+            assert ended or not world.outputs.get(name), name
             assert name not in self.in_flight or world.last(name), name
 
     def nothing(self):
@@ -594,8 +633,21 @@ class Case:
 
 
 CALLS_THAT_READ = frozenset(
-    "condition prepare validate last_outputs unstarted tokens progress has_work has_launched memory "
-    "missing_weights copy_output count_tokens".split()
+    {
+        "condition",
+        "prepare",
+        "validate",
+        "last_outputs",
+        "unstarted",
+        "tokens",
+        "progress",
+        "has_work",
+        "has_launched",
+        "memory",
+        "missing_weights",
+        "copy_output",
+        "count_tokens",
+    }
 )
 
 # -- the matrix --------------------------------------------------------------------------------------
@@ -611,8 +663,8 @@ def test_a_fault(scene, what, kind):
         if kind == "hang":
             hang(scene, what, call)
         else:
-            for name, fault, outcome in cases(call, kind):
-                outcome = WRONG_ELSEWHERE.get((scene, what, call, name), outcome)
+            for name, fault, usual in cases(call, kind):
+                outcome = WRONG_ELSEWHERE.get((scene, what, call, name), usual)
                 case = Case(scene, what, call)
                 case.script(dict(fault))
                 try:

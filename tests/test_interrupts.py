@@ -103,7 +103,7 @@ def _quick_collections(monkeypatch):
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_ctrl_c_at_each_place(name, presses):
-    """Once or twice: the lock is free, the handler is back, the ledger is whole, and what was asked for can be served."""
+    """Once or twice: the lock is free, the handler back, the ledger whole, and what is held can be served."""
     build, what = SWEEPS[name]
     counting = Interrupter()
     world = build()
