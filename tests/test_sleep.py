@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 import lifecycle.sleep
-from engine_adapter.simulated import SamplingParams, SimulatedEngine, expected_tokens
+from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine, expected_tokens
 from lifecycle import (
     Closed,
     DrainCancelled,
@@ -24,18 +24,18 @@ from lifecycle.engine import Capabilities, Memory, Progress
 class Bench:
     """Three requests on two slots, two steps in."""
 
-    def __init__(self, engine=None, requests=3, **options):
+    def __init__(self, engine=None, requests=3, kind=OutputKind.CUMULATIVE, **options):
         self.engine = engine or SimulatedEngine(max_num_seqs=2)
         self.lifecycle = Lifecycle(self.engine, sinks=(), **options)
         self.core = self.lifecycle._core
         self.ended = {}
         for index in range(requests):
-            self.lifecycle.add_request(f"r{index}", f"prompt {index}", self.params(index))
+            self.lifecycle.add_request(f"r{index}", f"prompt {index}", self.params(index, kind))
         self.took = [self.step() for _ in range(2)] if requests else []
 
     @staticmethod
-    def params(index):
-        return SamplingParams(max_tokens=8, seed=index)
+    def params(index, kind=OutputKind.CUMULATIVE):
+        return SamplingParams(max_tokens=8, seed=index, output_kind=kind)
 
     def step(self):
         for output in self.lifecycle.step():
@@ -365,3 +365,17 @@ def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
     with pytest.raises(DrainStalled):
         bench.lifecycle.sleep(1)
     assert bench.lifecycle.state is State.AWAKE
+
+
+def test_frozen_requests_are_no_work_that_got_lost():
+    """While scheduling stands still, vLLM says it has no work: launched batches are stepped out all the same."""
+    for level in (0, 1):
+        for steps in range(12):
+            bench = Bench(SimulatedEngine(max_num_seqs=2, batch_queue_size=2), kind=OutputKind.FINAL_ONLY)
+            for _ in range(steps):
+                bench.step()
+            bench.lifecycle.sleep(level, "keep")
+            assert not bench.engine.has_launched()
+            bench.lifecycle.wake_up()
+            bench.finish_right()
+            assert set(bench.ended) == {"r0", "r1", "r2"}

@@ -457,7 +457,7 @@ def test_a_sleep_of_an_older_release_is_paused_first(adapter):
 
 
 def test_arrival_is_that_of_the_call(adapter):
-    """Given by the caller, by the prompt, or the time of the call; options left at their default are dropped."""
+    """Given by the caller, by the prompt, or the time of the call; options at their default are dropped."""
     import time
 
     from vllm import SamplingParams
@@ -493,7 +493,7 @@ def test_arguments_must_be_what_vllm_takes(adapter):
 
 
 def test_validation_passes_on_what_the_release_takes(adapter):
-    """The front end gets the call's arrival and the options that it knows; without one nothing is validated."""
+    """The front end gets the arrival and the options that it knows; without one nothing is validated."""
     from vllm import SamplingParams
 
     fake = FakeEngine()
