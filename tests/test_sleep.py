@@ -356,7 +356,7 @@ def test_requests_of_one_drain_step_are_counted_apart(bench):
 
 
 def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
-    """An engine that says it has work of nobody's, for ever, is stalled at last."""
+    """An engine that works for nobody, for ever, is stalled at last."""
     engine = SimulatedEngine(max_num_seqs=2)
     bench = Bench(engine, requests=0, stall_s=0.05)
     engine.has_work = lambda: True
@@ -368,7 +368,7 @@ def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
 
 
 def test_frozen_requests_are_no_work_that_got_lost():
-    """While scheduling stands still, vLLM says it has no work: launched batches are stepped out all the same."""
+    """While scheduling stands still vLLM has no work, it says; launched batches are stepped out all the same."""
     for level in (0, 1):
         for steps in range(12):
             bench = Bench(SimulatedEngine(max_num_seqs=2, batch_queue_size=2), kind=OutputKind.FINAL_ONLY)
