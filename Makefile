@@ -5,12 +5,13 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-deps
 
-.PHONY: help demo lint docs test test-deep bench clean
+.PHONY: help demo lint docs test test-deep test-mutants bench clean
 
 help:
 	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); MODEL=<folder>, FAULT=<kind>"
 	@echo "make test    everything that must hold: lint, docs, tests, and the wheel in an empty environment"
 	@echo "make test-deep  the slow rest of the tests"
+	@echo "make test-mutants  whether the tests notice planted faults; ARGS='--resume --file lifecycle/core.py'"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documentation site, into site/"
 	@echo "make bench   the benchmarks"
@@ -55,6 +56,10 @@ test: lint docs
 # The sleep at every step of the run for every level and mode, not only for some.
 test-deep: .venv/dev
 	EVERY_STEP=1 $(BIN)/python -m pytest tests/test_vllm_drain.py
+
+# Planted faults, one after another; .cache/mutants keeps the verdicts.
+test-mutants: .venv/dev
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 bench: .venv/dev
 	$(BIN)/python -m tests.benchmarks

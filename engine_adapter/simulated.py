@@ -668,8 +668,9 @@ class SimulatedEngine:
 
     @_reads
     def has_work(self) -> bool:
-        """Anything running, waiting, launched or to be flushed."""
-        return bool(self.running or self.waiting or self.launched or self.finished_ids)
+        """Anything to be scheduled, launched or to be flushed; paused, vLLM counts no request."""
+        schedulable = not self.paused and (self.running or self.waiting)
+        return bool(schedulable or self.launched or self.finished_ids)
 
     @_reads
     def has_launched(self) -> bool:

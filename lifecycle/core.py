@@ -605,6 +605,10 @@ class Core:
             return self.share(outputs, owner)
         return outputs
 
+    def _freezes(self) -> bool:
+        """Scheduling stands still for a drain that keeps: the engine counts no request as work."""
+        return self.transition is not None and self.transition.mode == "keep"
+
     def lost(self) -> RuntimeError:
         """What is wrong with an engine that has no work while requests are in flight."""
         return RuntimeError(f"the engine has no work, but {some(tuple(self.ledger.in_flight))} never ended")
@@ -688,7 +692,7 @@ class Core:
         self.step_started = time.monotonic()
         try:
             outputs = self._step()
-            lost = not outputs and self.ledger.in_flight and not self._has_work()
+            lost = not outputs and self.ledger.in_flight and not self._freezes() and not self._has_work()
         except BaseException as cause:  # noqa: BLE001  (fail_with raises)
             self.fail_with("step", cause)
         finally:

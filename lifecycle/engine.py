@@ -177,7 +177,10 @@ class Engine(Protocol):
         """How far the running requests are."""
 
     def has_work(self) -> bool:
-        """Anything running, waiting, launched, or still to be flushed to the workers."""
+        """Anything to be scheduled, launched, or still to be flushed to the workers.
+
+        While scheduling is paused no request counts: what is frozen is no work.
+        """
 
     def has_launched(self) -> bool:
         """Batches launched whose outputs were not processed yet."""

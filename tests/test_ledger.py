@@ -79,3 +79,132 @@ def test_check_sees_each_broken_promise(spoil, promise):
     assert ledger.check() == []
     spoil(ledger, record)
     assert any(promise in broken for broken in ledger.check())
+
+
+# -- by any id, in any place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["in flight", "held", "recalled", "readmitted", "undelivered"])
+def test_a_request_is_found_by_every_id_it_was_ever_given(place):
+    """The caller's id, the handle it was given and the engine's id of now lead to it wherever it is."""
+    ledger = Ledger()
+    held_first = place in ("held", "readmitted")
+    record = ledger.hold(call("r"), None, 0) if held_first else ledger.admit(call("r"), "r-1", None, 0)
+    handle = record.handle
+    assert handle == ("r-held1" if held_first else "r-1")
+    ids = {"r", handle}
+    if place == "recalled":
+        ledger.recall(record)
+        ledger.into_engine(record, "r-2")
+        ledger.recall(record)
+        assert ledger.find(["r-2"]) == []
+    elif place == "readmitted":
+        ledger.into_engine(record, "r-2")
+        ids.add("r-2")
+    elif place == "undelivered":
+        ledger.post(record, Out("r", finished=True))
+    for name in ids:
+        assert ledger.find([name]) == [record], name
+    assert ledger.find([*ids, "unknown"]) == [record]
+    assert record.handle == handle
+    assert ledger.is_live("r")
+    assert [ledger.records().__next__()] == ledger.owned_by(ledger.anybody) == [record]
+    assert ledger.check() == []
+    ledger.drop(record)
+    assert ledger.find(ids) == []
+    assert not ledger.is_live("r")
+    assert list(ledger.mailbox) == []
+    assert ledger.check() == []
+
+
+def test_dropping_one_leaves_the_others_outputs():
+    """Only the outputs of the request that ended leave the mailbox."""
+    ledger = Ledger()
+    gone, stays = (ledger.admit(call(name), f"{name}-1", None, 0) for name in ("gone", "stays"))
+    for record in (gone, stays, gone):
+        ledger.post(record, Out(record.request_id, finished=False))
+    ledger.drop(gone)
+    assert [output.request_id for output in ledger.take(None)] == ["stays"]
+    assert ledger.check() == []
+
+
+def test_the_owners_of_what_nobody_is_waiting_for():
+    """Anybody may take what was enqueued, and counts it; nobody takes what a blocking call owns."""
+    ledger = Ledger()
+    scope = Scope("generate")
+    mine = ledger.admit(call("m"), "m-1", scope, 0)
+    assert (ledger.scoped, ledger.busy(), ledger.busy(scope)) == (1, False, True)
+    queued = ledger.admit(call("q"), "q-1", ledger.enqueued, 0)
+    assert (ledger.scoped, ledger.busy(), ledger.samples()) == (1, True, 1)
+    assert ledger.check() == []
+    for record in (mine, queued):
+        ledger.post(record, Out(record.request_id, finished=True))
+    assert [output.request_id for output in ledger.take(None)] == ["q"]
+    assert (ledger.busy(), ledger.scoped) == (False, 1)
+    ledger.own([mine], ledger.anybody)
+    assert (ledger.scoped, scope.live, ledger.busy(scope)) == (0, 0, False)
+    assert ledger.check() == []
+    assert [output.request_id for output in ledger.take(None)] == ["m"]
+
+
+@pytest.mark.parametrize("place", ["in flight", "held", "undelivered"])
+def test_delivered_means_that_nothing_is_left_to_compute(place):
+    """Of an owner's requests: those inside the engine and those held are unfinished, a last output is not."""
+    ledger = Ledger()
+    other = ledger.admit(call("other"), "other-1", None, 0)
+    assert ledger.all_delivered(ledger.enqueued)
+    if place == "held":
+        ledger.hold(call("q"), ledger.enqueued, 0)
+    else:
+        record = ledger.admit(call("q"), "q-1", ledger.enqueued, 0)
+        if place == "undelivered":
+            ledger.post(record, Out("q", finished=True))
+    assert ledger.all_delivered(ledger.enqueued) is (place == "undelivered")
+    ledger.finished(other)
+    assert ledger.all_delivered(ledger.anybody)
+
+
+def test_what_an_interrupted_call_had_taken_can_be_taken_again():
+    """Only a call that claims what was enqueued gives back; in order, and once."""
+    ledger = Ledger()
+    for keeps in (True, False):
+        scope = Scope("wait", keeps=keeps)
+        records = [ledger.admit(call(name), f"{name}-1", scope, 0) for name in ("a", "b")]
+        for record in records:
+            ledger.post(record, Out(record.request_id, finished=True))
+        assert [output.request_id for output in ledger.take(scope)] == ["a", "b"]
+        assert not ledger.is_live("a")
+        for _ in range(2):
+            ledger.give_back(scope)
+            assert ledger.check() == []
+        again = [output.request_id for output in ledger.take(None)]
+        assert again == (["a", "b"] if keeps else [])
+        assert ledger.find(["a-1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "promise"),
+    [
+        (lambda led, r: led.undelivered.pop("e"), "undelivered are those"),
+        (lambda led, r: setattr(led.held["h"], "engine_id", "x"), "held has none"),
+        (
+            lambda led, r: led.mailbox.append((Ledger().hold(call("x"), None, 0), Out("x", finished=False))),
+            "live",
+        ),
+        (lambda led, r: setattr(led.anybody, "live", 9), "counts its live"),
+        (lambda led, r: led._handles.update(ghost=Ledger().hold(call("x"), None, 0)), "forgotten request"),
+    ],
+)
+def test_check_sees_damage_beside_other_requests(spoil, promise):
+    """With requests in every place and of every owner: sound before, one broken promise named after."""
+    ledger = Ledger()
+    scope = Scope("generate")
+    record = ledger.admit(call("r"), "r-1", scope, 0)
+    ledger.hold(call("h"), ledger.enqueued, 0)
+    ended = ledger.admit(call("e"), "e-1", None, 0)
+    for finished in (False, True):
+        ledger.post(ended, Out("e", finished=finished))
+    ledger.post(record, Out("r", finished=False))
+    assert ledger.check() == []
+    spoil(ledger, record)
+    assert [promise in broken for broken in ledger.check()].count(True) == 1

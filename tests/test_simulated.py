@@ -567,7 +567,8 @@ class TestMisuse:
         engine.misuse.clear()
         assert engine.step() == engine.step() == []
         assert len(engine.misuse) == 2
-        assert engine.has_work()
+        assert engine.call("has_unfinished_requests")
+        assert not engine.has_work()
 
     def test_forward_without_kv(self):
         """Computing while the KV cache is unmapped poisons the engine."""

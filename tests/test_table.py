@@ -1,5 +1,6 @@
 """The table itself, by properties that are stated independently of it, and its wiring."""
 
+import dataclasses
 import itertools
 from dataclasses import replace
 
@@ -315,3 +316,86 @@ def test_the_machine_is_wired_as_the_table_says(state, trigger):
         if has_rows:
             assert core._cursor.trigger(trigger) is (expected is not None)
         assert core._cursor.state is (expected.dest if expected else state)
+
+
+# -- every row, by one function in words ---------------------------------------------------------------
+
+
+def destination(trigger, source, facts):
+    """Where each trigger leads, from what the states mean: the oracle for the table's rows."""
+    alive = set(State) - {State.FAILED, State.CLOSED}
+    asleep = {State.SLEEPING, State.PARTIALLY_AWAKE}
+    good = facts.resident == MEMORY_TAGS and facts.weights is Weights.VALID
+    gone = facts.level is not None and not facts.resident
+    serves = State.RUNNING if facts.in_flight or facts.held else State.AWAKE
+    woken = State.SLEEPING if facts.paused else serves
+    found = serves if facts.level is None else State.SLEEPING if facts.level == 0 else None
+    found = found if good else State.SLEEPING if gone else State.PARTIALLY_AWAKE
+    ways = {
+        Trigger.ATTACH: ({None}, found),
+        Trigger.RECOVER: ({State.FAILED}, found),
+        Trigger.ADMIT: ({State.AWAKE}, State.RUNNING if serves is State.RUNNING else None),
+        Trigger.SETTLE: ({State.RUNNING}, State.AWAKE if serves is State.AWAKE else None),
+        Trigger.DRAIN: ({State.AWAKE, State.RUNNING}, State.DRAINING),
+        Trigger.ROLL_BACK: ({State.DRAINING}, serves),
+        Trigger.SLEPT: ({State.DRAINING}, State.SLEEPING),
+        Trigger.DEEPEN: ({State.SLEEPING}, State.SLEEPING if gone else None),
+        Trigger.RESLEEP: ({State.PARTIALLY_AWAKE}, State.SLEEPING if gone else None),
+        Trigger.RELEASE_KV: ({State.SLEEPING}, None if good else State.PARTIALLY_AWAKE),
+        Trigger.WAKE: (asleep, woken if good else State.PARTIALLY_AWAKE),
+        Trigger.WEIGHTS_VALID: (
+            {State.PARTIALLY_AWAKE},
+            (State.SLEEPING if facts.level == 0 else woken) if good else None,
+        ),
+        Trigger.WEIGHTS_TAINTED: ({State.AWAKE, State.SLEEPING}, None if good else State.PARTIALLY_AWAKE),
+        Trigger.FAIL: (alive, State.FAILED),
+        Trigger.CLOSE: (set(State) - {State.CLOSED}, State.CLOSED),
+    }
+    sources, dest = ways[trigger]
+    return dest if source in sources else None
+
+
+@pytest.mark.parametrize("trigger", list(Trigger))
+def test_every_trigger_leads_where_the_states_meanings_say(trigger):
+    """A state is entered exactly where what it means is so; no trigger leads anywhere else."""
+    for source, facts in itertools.product((None, *State), every_fact()):
+        if facts.can_resleep:
+            rule = match(trigger, source, facts)
+            assert (rule and rule.dest) is destination(trigger, source, facts), (source, facts)
+
+
+def test_where_a_guard_of_its_own_comes_before_the_effect():
+    """Deepening needs a pause, a KV release an idle one, a sleep from half awake an engine that can."""
+    pairs = itertools.product([trigger for trigger in Trigger if trigger is not Trigger.ATTACH], State)
+    for trigger, source in pairs:
+        has_way = any(destination(trigger, source, facts) for facts in BOTH_ENDS)
+        for facts in every_fact():
+            pause = facts.level == 0 and facts.resident == MEMORY_TAGS
+            before = {
+                (Trigger.DEEPEN, State.SLEEPING): pause,
+                (Trigger.RELEASE_KV, State.SLEEPING): pause and not facts.in_flight,
+                (Trigger.RESLEEP, State.PARTIALLY_AWAKE): facts.can_resleep,
+            }
+            expected = before.get((trigger, source), has_way)
+            assert may_begin(trigger, source, facts) is expected, (trigger, source, facts)
+            if (trigger, source) not in before:
+                break  # one is enough where no fact is asked
+
+
+# Facts after which each trigger has taken effect in one case or the other.
+BOTH_ENDS = (
+    Facts(),
+    Facts(in_flight=1),
+    Facts(frozenset(), 1),
+    Facts(MEMORY_TAGS, None, Weights.TAINTED),
+)
+
+
+def test_facts_are_frozen_and_begin_as_an_idle_serving_engine():
+    """What guards read can't be changed under them; by default it is an idle engine that serves."""
+    facts = Facts()
+    assert match(Trigger.ATTACH, None, facts).dest is State.AWAKE
+    assert (facts.resident, facts.paused, facts.can_resleep) == (MEMORY_TAGS, False, True)
+    assert (facts.in_flight, facts.held, facts.undelivered) == (0, 0, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts.level = 1

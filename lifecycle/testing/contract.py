@@ -269,7 +269,9 @@ class EngineContract:
         for _ in range(3):
             engine.step()
         assert engine.tokens(engine_id) == count
+        assert not engine.has_work()  # what is frozen is none
         engine.resume_scheduling()
+        assert engine.has_work()
         outputs = bench.steps()
         assert engine.count_tokens(_last(outputs, "r")[0]) == 6
 
