@@ -6,7 +6,8 @@ where it did not before. The others stand in `survivors.toml`, each with the rea
 does no harm; an entry there that no longer fits is an error too.
 
 Which test runs which line is measured first, by a run without any mutant. A line that runs
-at import, as all of the table does, is judged by every test that uses its module.
+at import, as all of the table does, or that no test was seen to run, is judged by every test
+that uses its module.
 """
 
 import argparse
@@ -74,7 +75,7 @@ class Survey(NamedTuple):
             (span for span in spans if span[0] <= mutant.line <= span[1]), key=lambda span: span[1] - span[0]
         )
         names = set().union(*(lines.get(line, ()) for line in range(first, last + 1)))
-        if "" in names:
+        if "" in names or not names:  # at import; or unseen, perhaps in a process that a test forks
             names = set().union(*lines.values())
         return [test for test in self.seconds if test in names]
 
