@@ -368,7 +368,7 @@ def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
 
 
 def test_frozen_requests_are_no_work_that_got_lost():
-    """While scheduling stands still vLLM says it has no work; launched batches are stepped out all the same."""
+    """While scheduling stands still the engine says it has no work: launched batches are stepped out."""
     for level in (0, 1):
         for steps in range(12):
             bench = Bench(SimulatedEngine(max_num_seqs=2, batch_queue_size=2), kind=OutputKind.FINAL_ONLY)

@@ -158,3 +158,30 @@ def test_what_cannot_be_checked_is_declared():
     assert Lifecycle(Uncheckable(), sinks=(), weights="unchecked").state is State.AWAKE
     with pytest.raises(UnsupportedEngine):
         Lifecycle(Uncheckable(), sinks=(), weights="checked")
+
+
+def test_what_was_loaded_before_a_nap_is_not_missing_after_it(lifecycle, engine):
+    """Level 1 keeps what was loaded since level 2 dropped everything: only the rest is named after it."""
+    lifecycle.sleep(2)
+    lifecycle.wake_up()
+    engine.load_weights(SHARDS[:3])
+    lifecycle.sleep(1)
+    assert set(lifecycle.wake_up().missing) == set(PARAMETERS) - {name for name, _ in SHARDS[:3]}
+    engine.load_weights(SHARDS[3:])
+    serves_right(lifecycle)
+
+
+def test_a_reload_with_a_hole_is_told(lifecycle, engine):
+    """Valid weights that a reload left a hole in are discarded, in the log too; tainted ones stay tainted."""
+    missing = engine.missing_weights
+    engine.missing_weights = lambda: ("lm_head",)  # vLLM makes layers anew: what it was not given is missing
+    assert lifecycle.reload_weights().missing == ("lm_head",)
+    assert lifecycle.snapshot().weights == "discarded"
+    told = [event["weights"] for event in lifecycle.events() if event["event"] == "weights"]
+    assert told == ["discarded"]
+    lifecycle.collective_rpc("start_weight_update")
+    lifecycle.reload_weights()
+    assert lifecycle.snapshot().weights == "tainted"
+    engine.missing_weights = missing
+    lifecycle.reload_weights()
+    serves_right(lifecycle)
