@@ -53,9 +53,10 @@ test: lint docs
 	$(BIN)/python -m pytest
 	PYTHON=$(BIN)/python tests/check_wheel.sh
 
-# The sleep at every step of the run for every level and mode, not only for some.
+# The sleep at every step of the run and Ctrl-C at every place, not only at some; a million calls of the machine.
 test-deep: .venv/dev
-	EVERY_STEP=1 $(BIN)/python -m pytest tests/test_vllm_drain.py
+	EVERY_STEP=1 MACHINE_TIMES=25 $(BIN)/python -m pytest \
+		tests/test_vllm_drain.py tests/test_interrupts.py tests/test_machine.py
 
 # Planted faults, one after another; .cache/mutants keeps the verdicts.
 test-mutants: .venv/dev

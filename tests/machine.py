@@ -324,6 +324,20 @@ class Machine(RuleBasedStateMachine):
             assert error is None, error
             self.world.slept(level, pause=False)
 
+    @precondition(lambda self: self.world.serving and self.world.physical.inside and not self.armed)
+    @rule(at=st.sampled_from([1, None]), data=st.data())
+    def drain_given_up(self, at, data):
+        """In its middle, or when nothing is left but to flush."""
+        self.sleep_with_a_visitor("wait_all", 1, at, "raise", data)
+
+    @precondition(lambda self: self.world.serving and self.world.physical.inside and not self.armed)
+    @rule(when=st.sampled_from(["before", "after"]))
+    def drain_fails(self, when):
+        if self.bench.can_fault:
+            self.bench.arm({"call": "step", "when": when, "raises": ScriptedFault("step failed")})
+            self.armed = True
+            self.sleep_legally({"level": 1, "mode": "wait_all"})
+
     def visit_and_raise(self, data, held):
         raise ScriptedFault("the caller's own callback")
 
