@@ -7,7 +7,7 @@ does no harm; an entry there that no longer fits is an error too.
 
 Which test runs which line is measured first, by a run without any mutant. A line that runs
 at import, as all of the table does, or that no test was seen to run, is judged by every test
-that uses its module.
+of the files that use its module.
 """
 
 import argparse
@@ -76,7 +76,8 @@ class Survey(NamedTuple):
         )
         names = set().union(*(lines.get(line, ()) for line in range(first, last + 1)))
         if "" in names or not names:  # at import; or unseen, perhaps in a process that a test forks
-            names = set().union(*lines.values())
+            near = {test.partition("::")[0] for test in set().union(*lines.values())}
+            names = {test for test in self.seconds if test.partition("::")[0] in near}
         return [test for test in self.seconds if test in names]
 
 
