@@ -377,14 +377,14 @@ class VllmBench(AttachedBench):
     def learn(cls, llm):
         """What the plain engine gives for everything that will be asked."""
         cls.llm, plain = llm, {}
-        for index, (prompt, seed) in enumerate(itertools.product(VLLM_PROMPTS, VLLM_SEEDS)):
-            options = {"max_tokens": VLLM_TOKENS, "n": 2, "seed": seed, "stop": None, "output_kind": 0}
+        for index, (prompt, dice) in enumerate(itertools.product(VLLM_PROMPTS, VLLM_SEEDS)):
+            options = {"max_tokens": VLLM_TOKENS, "n": 2, "seed": dice, "stop": None, "output_kind": 0}
             llm.llm_engine.add_request(str(index), prompt, cls.params(None, options))
-            plain[prompt, seed] = [[], []]
+            plain[prompt, dice] = [[], []]
             while llm.llm_engine.has_unfinished_requests():
                 for live in (part for output in llm.llm_engine.step() for part in output.outputs):
                     part = replace(live, token_ids=list(live.token_ids), finish_reason="length")
-                    plain[prompt, seed][part.index].append(part)
+                    plain[prompt, dice][part.index].append(part)
         cls.plain = plain
 
     def params(self, options):
