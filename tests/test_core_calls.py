@@ -1,4 +1,4 @@
-"""The core's own calls, one rule at a time: outputs, sleep, wake, loads, worker methods, recovery, the end."""
+"""The core's own calls, one rule at a time: outputs, sleep, wake, loads, worker methods, recovery, end."""
 
 import contextlib
 import weakref
