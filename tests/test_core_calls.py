@@ -295,6 +295,23 @@ def test_a_level_lasts_until_the_engine_serves(level):
     sound(lifecycle, engine)
 
 
+def test_half_awake_is_asleep():
+    """`is_sleeping` answers as vLLM does: until all of it is back, a pause too."""
+    lifecycle, engine = make()
+    seen = [lifecycle.is_sleeping()]
+    for change in (
+        lambda: lifecycle.sleep(1),
+        lambda: lifecycle.wake_up(["weights"]),
+        lifecycle.wake_up,
+        lifecycle.pause,
+        lifecycle.resume,
+    ):
+        change()
+        seen.append(lifecycle.is_sleeping())
+    assert seen == [False, True, True, False, True, False]
+    sound(lifecycle, engine)
+
+
 def test_a_load_after_a_pause_that_ended_comes_back_to_no_pause():
     """Once awake from a pause, a load that failed and was made good goes on serving."""
     lifecycle, engine = make()
