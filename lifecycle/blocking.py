@@ -109,15 +109,18 @@ class _DeferredInterrupt:
         self._inside = 0
         self._pending = False
         self._depth = 0
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._installed = False
+        self._before: Callable[[int, FrameType | None], Any] = signal.default_int_handler
 
     def __enter__(self) -> None:
         if get_ident() != self._main:
             return
         if self._depth == 0:
             self._pending = False
-            self._before = signal.getsignal(signal.SIGINT)
-            if callable(self._before):
+            before = signal.getsignal(signal.SIGINT)
+            self._installed = callable(before)
+            if callable(before):  # else Ctrl-C is ignored, or ends the process: that stays so
+                self._before = before
                 signal.signal(signal.SIGINT, self._on_signal)
         self._depth += 1
 
@@ -126,7 +129,7 @@ class _DeferredInterrupt:
             return
         self._depth -= 1
         if self._depth == 0:
-            if callable(self._before):
+            if self._installed:
                 signal.signal(signal.SIGINT, self._before)
             self.deliver()
 
@@ -145,7 +148,7 @@ class _DeferredInterrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if _is_half_done(frame) or (self._inside and not self._pending):
             self._pending = True
-        elif callable(self._before):
+        else:
             self._pending = False
             self._before(number, frame)
 
@@ -153,8 +156,7 @@ class _DeferredInterrupt:
         """The engine call is over: raise what was held back."""
         if self._pending and get_ident() == self._main:
             self._pending = False
-            if callable(self._before):
-                self._before(signal.SIGINT, None)
+            self._before(signal.SIGINT, None)
 
 
 # Between two of their lines something may be taken or counted that is not yet noted.

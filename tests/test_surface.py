@@ -1,0 +1,140 @@
+"""The edges of `Lifecycle`'s surface: with no handler of Ctrl-C, forked, as a context manager, in reports."""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+
+import pytest
+
+from engine_adapter.simulated import SamplingParams, SimulatedEngine
+from lifecycle import Closed, IllegalCall, Lifecycle, State, cli
+from lifecycle.engine import SleepReport, WakeReport
+
+
+def busy(**options):
+    lifecycle = Lifecycle(SimulatedEngine(**options), sinks=())
+    lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=4))
+    return lifecycle
+
+
+@pytest.fixture
+def ctrl_c():
+    """Sets what Ctrl-C does, and puts it back."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_ctrl_c_that_is_ignored_stays_ignored(ctrl_c, handler):
+    """Where no Python handler is installed, none is put in its place while the library works."""
+    ctrl_c(handler)
+    lifecycle = busy()
+    seen = []
+    lifecycle.sleep(1, progress=lambda _: seen.append(signal.getsignal(signal.SIGINT)))
+    with pytest.raises(IllegalCall), lifecycle.scope("generate"):
+        pass
+    lifecycle.wake_up()
+    with lifecycle.scope("generate"):
+        seen.append(signal.getsignal(signal.SIGINT))
+    assert set(seen) == {handler}
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
+    """With another thread waiting, Ctrl-C out of the engine's step leaves FAILED and the lock free."""
+    lifecycle = busy()
+    lifecycle._core.engine.faults.add("step", raises=KeyboardInterrupt())
+    lifecycle._lock.turnstile.acquire()
+    threading.Timer(0.05, lifecycle._lock.turnstile.release).start()
+    with pytest.raises(KeyboardInterrupt):
+        lifecycle.step()
+    assert lifecycle.state is State.FAILED
+    assert lifecycle.check() == []
+
+
+def test_a_scope_in_a_scope_is_the_outer_one():
+    """A blocking call that is made of another one (`chat` of `generate`) owns all that both admit."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with lifecycle.scope("chat"):
+        with lifecycle.scope("generate"):
+            lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=2))
+        assert lifecycle.has_unfinished_requests()
+        while lifecycle.has_unfinished_requests():
+            lifecycle.step()
+
+
+def test_a_forked_child_is_refused_everything():
+    """The engine belongs to the parent: in the child every call is refused at once, whatever was locked."""
+    lifecycle = busy()
+    with lifecycle._lock:  # as another thread may hold it at the fork
+        child = os.fork()
+        if child == 0:
+            try:
+                for call in (lifecycle.step, lifecycle.wake_up, lifecycle.close):
+                    with pytest.raises(Closed, match="belongs to the parent"):
+                        call()
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lifecycle.sleep(1, "wait_all")
+
+
+def test_both_caches_are_reset_by_name():
+    """The encoder's and the multimodal cache are the engine's, reached through the funnel."""
+    lifecycle = busy()
+    lifecycle.reset_encoder_cache()
+    lifecycle.reset_mm_cache()
+    assert lifecycle._core.engine.calls[-2:] == ["call(reset_encoder_cache)", "call(reset_mm_cache)"]
+
+
+def test_a_with_block_closes_and_shows_its_own_exception_first():
+    """Leaving the block closes; what close refuses is told only where nothing else went wrong."""
+    with busy() as lifecycle:
+        pass
+    assert lifecycle.state is State.CLOSED
+    attached = busy()
+    attached.disown(lambda: None)
+    attached.sleep(1)  # holds the request that never started: detach is refused
+    with pytest.raises(IllegalCall, match="cannot detach"), attached:
+        pass
+    with pytest.raises(ZeroDivisionError), attached:
+        _ = 1 / 0
+    assert attached.state is State.SLEEPING
+
+
+def test_reports_of_nothing_done_say_so():
+    """A report of a call that found things as asked is one short line; bytes unknown stay unknown."""
+    assert str(SleepReport(1, "wait", noop=True)) == "sleep(level=1): already there"
+    assert str(WakeReport(awake=False, state="sleeping (level 1)", noop=True)).endswith("sleeping (level 1)")
+    assert SleepReport(1, "wait", device_before=8).released_bytes is None
+    partly = WakeReport(awake=False, state="partially awake", tags=("weights",), missing=("lm_head",))
+    assert str(partly).endswith("1 parameters not loaded")
+
+
+def test_a_snapshot_is_plain_values():
+    """A snapshot goes into a log as it is: sets are sorted lists."""
+    snapshot = busy().snapshot().to_dict()
+    assert snapshot["resident"] == ["kv_cache", "weights"]
+    assert snapshot["state"] == "running"
+
+
+def test_the_module_is_the_command_line(monkeypatch, capsys):
+    """`python -m lifecycle` is the installed command."""
+    monkeypatch.setattr(sys, "argv", ["lifecycle", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lifecycle", run_name="__main__")
+    assert end.value.code == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_the_command_line_hands_the_demo_its_exit_status(monkeypatch):
+    """`lifecycle demo` ends with the demo's own status."""
+    import engine_adapter.demo
+
+    monkeypatch.setattr(engine_adapter.demo, "run", lambda *, simulated: 7 if simulated else 8)
+    assert cli.main(["demo", "--simulated"]) == 7
+    assert cli.main(["demo"]) == 8
