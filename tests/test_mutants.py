@@ -43,6 +43,8 @@ def test_grow():
 
 
 def test_count():
+    if count(3) == 6:
+        raise KeyboardInterrupt
     assert count(3) in (3, 4)
     assert describe(1) == "2"
 """
@@ -88,6 +90,7 @@ def first(toy):
     [
         ("if value >= LIMIT: -> if value > LIMIT:", "killed test_toy.py::test_grow"),
         ("seen += 1 -> pass", "killed test_toy.py::test_count"),
+        ("seen += 1 -> seen += 2", "killed test_toy.py::test_count"),  # by a Ctrl-C that nobody caught
         ("times -= 1 -> pass", "timeout test_toy.py::test_count"),
         ('SIZES = {"small": 1, "large": 3} -> SIZES = {"small": 1, }', "invalid KeyError('large')"),
         ("seen = 0 -> seen = 1", "survived"),

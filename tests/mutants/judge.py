@@ -64,7 +64,7 @@ class _Clerk:
 
     def __init__(self, tell: Tell, order: Mapping[str, int] | None, cover: coverage.Coverage | None) -> None:
         self._tell, self._order, self._cover = tell, order, cover
-        self.killed = False
+        self.killed, self.at = False, ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -76,6 +76,7 @@ class _Clerk:
         if self._cover is not None:
             self._cover.switch_context(nodeid)
         self._began = time.perf_counter()
+        self.at = nodeid
         self._tell(begins=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -141,8 +142,16 @@ def judge(mutant: Mutant, tests: Iterable[str], tell: Tell, *, together: bool) -
     files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in order))
     clerk = _Clerk(tell, order, None)
     for some in [files] if together else [[file] for file in files]:
-        if not clerk.killed:
-            _run_pytest(some, clerk, "-x")
+        if clerk.killed:
+            break
+        try:
+            code = _run_pytest(some, clerk, "-x")
+        except BaseException as error:  # a mutant that lets a Ctrl-C of a test escape
+            tell(killed=clerk.at, why=repr(error))
+            break
+        if code in {pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR} and not clerk.killed:
+            tell(killed=clerk.at, why="the run was interrupted")
+            break
     tell(survived="")
 
 
@@ -165,11 +174,11 @@ def survey(files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell) 
     tell(survived="")
 
 
-def _run_pytest(files: list[str], clerk: _Clerk, *options: str) -> None:
+def _run_pytest(files: list[str], clerk: _Clerk, *options: str) -> int:
     off = ["no:cacheprovider", "no:faulthandler"]
     # pytest would rather import its plugins itself: the parent did.
     quiet = ["--timeout=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    pytest.main(
+    return pytest.main(
         [*(f"-p{plugin}" for plugin in off), *quiet, "--continue-on-collection-errors", *options, *files],
         plugins=[clerk],
     )
