@@ -5,11 +5,12 @@ import runpy
 import signal
 import sys
 import threading
+import weakref
 
 import pytest
 
 from engine_adapter.simulated import SamplingParams, SimulatedEngine
-from lifecycle import Closed, IllegalCall, Lifecycle, State, cli
+from lifecycle import Closed, IllegalCall, Lifecycle, State, blocking, cli
 from lifecycle.engine import SleepReport, WakeReport
 
 
@@ -81,6 +82,16 @@ def test_a_forked_child_is_refused_everything():
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lifecycle.sleep(1, "wait_all")
+
+
+def test_a_fork_reaches_every_lifecycle_that_lives(monkeypatch):
+    """In the child, each lifecycle learns at once that it is not there any more."""
+    lifecycles = [busy(), busy()]
+    monkeypatch.setattr(blocking, "_living", weakref.WeakSet(lifecycles))
+    blocking._after_fork()
+    for lifecycle in lifecycles:
+        with pytest.raises(Closed, match="legal now: nothing"):
+            lifecycle.step()
 
 
 def test_both_caches_are_reset_by_name():
