@@ -37,7 +37,7 @@ from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snap
 from lifecycle.errors import IllegalCall
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
-from lifecycle.table import Need, State
+from lifecycle.table import ASLEEP, Need, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Lifecycle:
 
     def is_sleeping(self) -> bool:
         """True in SLEEPING and PARTIALLY_AWAKE."""
-        return self._core.state in (State.SLEEPING, State.PARTIALLY_AWAKE)
+        return self._core.state in ASLEEP
 
     def check(self) -> list[str]:
         """Broken invariants; empty unless this library has a bug. For tests."""

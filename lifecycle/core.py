@@ -839,7 +839,7 @@ class Core:
         todo = tuple(tag for tag in (WEIGHTS, KV_CACHE) if tag in wanted & asleep)
         completes = asleep <= set(todo)
         resumes = self.state is State.SLEEPING and not asleep and not self.paused and SCHEDULING in wanted
-        judges = completes and self.weights.condition is not Weights.VALID and self.state in table.ASLEEP
+        judges = not asleep and self.weights.condition is not Weights.VALID
         if not (todo or resumes or judges):
             return self._nothing_to_wake("wake_up")
         if todo == (KV_CACHE,) and WEIGHTS in asleep and self.level != 1 and not self.capabilities.kv_first:
@@ -987,9 +987,7 @@ class Core:
 
     # -- weights ---------------------------------------------------------------------------------------
 
-    def load(
-        self, call: str, effect: Callable[[], Any], *, whole: bool = False, version: str | None = None
-    ) -> Any:
+    def load(self, call: str, effect: Callable[[], Any], *, whole: bool, version: str | None = None) -> Any:
         """Run a weight load or update, and drop the caches computed with the old weights.
 
         whole: this call alone loads every parameter. An exception of the load is the
@@ -1000,8 +998,7 @@ class Core:
         try:
             result = self.run(call, effect, passes=(Exception,), announce=True)
         except Exception as error:
-            if not isinstance(error, EngineFailed):
-                self._taint(f"{call} failed ({error!r})")
+            self._taint(f"{call} failed ({error!r})")
             raise
         if opens:
             self._taint(f"{call} began an update that has not finished", opens_update=True)
@@ -1052,8 +1049,7 @@ class Core:
             whole=_loads_whole("reload_weights", kwargs),
             version=version,
         )
-        if self.state is State.PARTIALLY_AWAKE:
-            self._look_again()
+        self._look_again()
         return self._load_report(started)
 
     def _load_report(self, started: float) -> LoadReport:

@@ -126,7 +126,7 @@ class WeightsKeeper:
             return f"nobody has said that they were loaded since; {way}"
         return f"load the weights; never loaded: {some(self.missing)}"
 
-    def taint(self, why: str, *, opens_update: bool = False) -> None:
+    def taint(self, why: str, *, opens_update: bool) -> None:
         """An update failed, or began: the contents are neither the old nor the new."""
         self._tainted_by = why
         if not opens_update:

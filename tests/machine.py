@@ -325,10 +325,10 @@ class Machine(RuleBasedStateMachine):
             self.world.slept(level, pause=False)
 
     @precondition(lambda self: self.world.serving and self.world.physical.inside and not self.armed)
-    @rule(at=st.sampled_from([1, None]), data=st.data())
-    def drain_given_up(self, at, data):
+    @rule(at=st.sampled_from([1, None]), visit=st.sampled_from(["raise", "raise", "close"]), data=st.data())
+    def drain_given_up(self, at, visit, data):
         """In its middle, or when nothing is left but to flush."""
-        self.sleep_with_a_visitor("wait_all", 1, at, "raise", data)
+        self.sleep_with_a_visitor("wait_all", 1, at, visit, data)
 
     @precondition(lambda self: self.world.serving and self.world.physical.inside and not self.armed)
     @rule(when=st.sampled_from(["before", "after"]))
@@ -374,6 +374,16 @@ class Machine(RuleBasedStateMachine):
         self._sleep("pause", True, mode=mode)
         if then and self.world.alive:
             self.sleep_legally({"level": then, "mode": "keep"})
+
+    @precondition(lambda self: self.world.serving)
+    @rule(level=st.sampled_from([1, 2]), mode=st.sampled_from(["wait", "keep"]))
+    def pause_slept_through(self, level, mode):
+        """A pause survives a sleep on top of it and the wake from that."""
+        self._sleep("pause", True, mode=mode)
+        if self.world.alive:
+            self.sleep_legally({"level": level, "mode": "keep"})
+        if self.world.alive:
+            self.wake_tags(None)
 
     @precondition(lambda self: self.world.alive)
     @rule()

@@ -208,3 +208,103 @@ def test_check_sees_damage_beside_other_requests(spoil, promise):
     assert ledger.check() == []
     spoil(ledger, record)
     assert [promise in broken for broken in ledger.check()].count(True) == 1
+
+
+# -- what is left half done ----------------------------------------------------------------------------
+
+
+def full():
+    """Requests in every place and of every owner, with unfinished and last outputs in the mailbox."""
+    ledger = Ledger()
+    scope = Scope("generate")
+    running = ledger.admit(call("running"), "running-1", scope, 0)
+    ledger.post(running, Out("running", finished=False))
+    ledger.admit(call("fresh"), "fresh-1", ledger.enqueued, 0)
+    ledger.hold(call("waits"), None, 0)
+    readmitted = ledger.hold(call("again"), scope, 0)
+    ledger.into_engine(readmitted, "again-2")
+    ended = ledger.admit(call("ended"), "ended-1", None, 0)
+    for finished in (False, True):
+        ledger.post(ended, Out("ended", finished=finished))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda led: None,
+        lambda led: led.undelivered.clear(),
+        lambda led: led.in_flight.update(led.undelivered),
+        lambda led: led.held.update(led.undelivered),
+        lambda led: led.held.update(running=led.in_flight["running"]),
+        lambda led: led.undelivered.update(fresh=led.in_flight["fresh"]),
+        lambda led: led.mailbox.appendleft(
+            (Ledger().hold(call("gone"), None, 0), Out("gone", finished=False))
+        ),
+        lambda led: led._handles.update(ghost=Ledger().hold(call("gone"), None, 0)),
+        lambda led: led._handles.clear(),
+        lambda led: led._handles.pop("fresh-1"),
+        lambda led: setattr(led, "scoped", 7),
+        lambda led: setattr(led.anybody, "live", 7),
+        lambda led: setattr(led.enqueued, "live", 0),
+        lambda led: setattr(led.in_flight["running"].owner, "live", 7),
+    ],
+)
+def test_a_change_left_half_done_is_made_one_again(spoil):
+    """Whatever one interrupted change leaves, mended it is what it was: the mailbox is believed.
+
+    Every request is in its one place, counted once, found by all its ids, and nothing else is found.
+    """
+    ledger = full()
+    spoil(ledger)
+    ledger.mend()
+    assert ledger.check() == []
+    assert (set(ledger.in_flight), set(ledger.held), set(ledger.undelivered)) == (
+        {"running", "fresh", "again"},
+        {"waits"},
+        {"ended"},
+    )
+    assert [record.request_id for record, _ in ledger.mailbox] == ["running", "ended", "ended"]
+    assert (ledger.scoped, ledger.anybody.live, ledger.enqueued.live) == (2, 2, 1)
+    for name in ("running-1", "fresh-1", "waits-held3", "again-held4", "again-2", "ended-1"):
+        assert [record.request_id for record in ledger.find([name])] == [name.partition("-")[0]], name
+    assert ledger.find(["ghost", "gone", ""]) == []
+
+
+def test_a_handle_is_new_only_to_its_own_request_and_outside_the_engine():
+    """An engine may give a recalled request the id it had; no other one, and not while it has it."""
+    ledger = Ledger()
+    record = ledger.admit(call("r"), "r-1", None, 0)
+    assert ledger.is_new_handle("r-2", "r")
+    assert not ledger.is_new_handle("r-1", "r")
+    assert not ledger.is_new_handle("r-1", "other")
+    ledger.recall(record)
+    assert ledger.is_new_handle("r-1", "r")
+    assert not ledger.is_new_handle("r-1", "other")
+
+
+def test_a_request_ends_once():
+    """A second last output finds nothing to end, and no count goes wrong by it."""
+    ledger = Ledger()
+    record = ledger.admit(call("r"), "r-1", None, 0)
+    assert ledger.finished(record)
+    assert not ledger.finished(record)
+    assert (ledger.anybody.live, ledger.check()) == (0, [])
+
+
+def test_a_held_request_that_ends_is_held_no_more():
+    """Its last output waits in the mailbox like any other's, and it is readmitted nowhere."""
+    ledger = Ledger()
+    record = ledger.hold(call("r"), None, 0)
+    ledger.post(record, Out("r", finished=True))
+    assert (ledger.oldest_first(), list(ledger.undelivered)) == ([], ["r"])
+    assert ledger.check() == []
+
+
+def test_only_a_call_that_was_said_to_keep_keeps():
+    """An ordinary blocking call remembers nothing of what it was handed."""
+    ledger = Ledger()
+    scope = Scope("generate")
+    ledger.post(ledger.admit(call("r"), "r-1", scope, 0), Out("r", finished=True))
+    assert [output.request_id for output in ledger.take(scope)] == ["r"]
+    assert scope.handed_out == []

@@ -355,6 +355,32 @@ def test_requests_of_one_drain_step_are_counted_apart(bench):
     bench.lifecycle.wake_up()
 
 
+def test_a_request_that_ends_twice_in_one_step_was_drained_once():
+    """The copy of a last output that an engine hands out beside it counts for nothing."""
+    bench = Bench(requests=1)
+    real = bench.engine.step
+    bench.core._step = lambda: [it for output in real() for it in (output, bench.engine.copy_output(output))]
+    report = bench.lifecycle.sleep(1)
+    assert (report.drained, report.tokens) == (("r0",), 6)
+    bench.lifecycle.wake_up()
+    bench.finish_right()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_deadline_gives_what_is_to_be_flushed_its_few_steps(more):
+    """With nothing in flight the limit is on flushing: so many steps are still taken, and not one more."""
+    bench = Bench(requests=0)
+    flushes = lifecycle.sleep.FLUSHES + more
+    bench.engine.has_work = lambda: bench.engine.calls.count("step") < flushes
+    if more:
+        with pytest.raises(DrainTimeout):
+            bench.lifecycle.sleep(1, max_steps=0)
+        assert bench.lifecycle.state is State.AWAKE
+    else:
+        assert bench.lifecycle.sleep(1, max_steps=0).steps == flushes
+    assert bench.lifecycle.check() == []
+
+
 def test_what_only_has_to_be_flushed_is_no_progress_and_no_stall():
     """An engine that works for nobody, for ever, is stalled at last."""
     engine = SimulatedEngine(max_num_seqs=2)

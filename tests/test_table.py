@@ -103,6 +103,15 @@ def test_a_wake_always_has_exactly_one_destination():
             assert len(rows) == 1, (source, facts)
 
 
+def test_a_load_has_one_destination_once_everything_is_back_and_valid():
+    """Its rows exclude each other, so that it never depends on which of them stands first."""
+    for facts in every_fact():
+        rows = [
+            rule for rule in RULES if rule.trigger is Trigger.WEIGHTS_VALID and GUARDS[rule.guard][0](facts)
+        ]
+        assert len(rows) == facts.servable, facts
+
+
 # -- paths: an engine's physics, with the table deciding where each step leads ----------------------
 
 

@@ -160,14 +160,19 @@ def test_what_cannot_be_checked_is_declared():
         Lifecycle(Uncheckable(), sinks=(), weights="checked")
 
 
-def test_what_was_loaded_before_a_nap_is_not_missing_after_it(lifecycle, engine):
-    """Level 1 keeps what was loaded since level 2 dropped everything: only the rest is named after it."""
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+def test_what_was_loaded_before_a_nap_is_not_missing_after_it(lifecycle, engine, tags):
+    """Level 1 keeps what was loaded since level 2 dropped everything: only the rest is named after it.
+
+    So it is as soon as the weights are back, the KV cache still asleep.
+    """
     lifecycle.sleep(2)
     lifecycle.wake_up()
     engine.load_weights(SHARDS[:3])
     lifecycle.sleep(1)
-    assert set(lifecycle.wake_up().missing) == set(PARAMETERS) - {name for name, _ in SHARDS[:3]}
+    assert set(lifecycle.wake_up(tags).missing) == set(PARAMETERS) - {name for name, _ in SHARDS[:3]}
     engine.load_weights(SHARDS[3:])
+    lifecycle.wake_up()
     serves_right(lifecycle)
 
 
