@@ -10,8 +10,9 @@ import weakref
 import pytest
 
 from engine_adapter.simulated import SamplingParams, SimulatedEngine
-from lifecycle import Closed, IllegalCall, Lifecycle, State, blocking, cli
+from lifecycle import Closed, IllegalCall, InternalError, Lifecycle, State, blocking, cli
 from lifecycle.engine import SleepReport, WakeReport
+from lifecycle.table import Trigger
 
 
 def busy(**options):
@@ -115,6 +116,32 @@ def test_a_with_block_closes_and_shows_its_own_exception_first():
     with pytest.raises(ZeroDivisionError), attached:
         _ = 1 / 0
     assert attached.state is State.SLEEPING
+
+
+def test_a_move_without_a_row_is_our_own_mistake():
+    """A trigger that no row fits is told as a bug of this library, and moves nothing."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with pytest.raises(InternalError, match="no row for admit from awake"):
+        lifecycle._core.fire(Trigger.ADMIT)
+    assert lifecycle.state is State.AWAKE
+
+
+def test_a_second_last_output_in_one_step_reaches_nobody():
+    """An engine that ends a request twice in one step: the caller sees one end, the log has the other."""
+    lifecycle = busy()
+    engine = lifecycle._core.engine
+    plain = lifecycle._core._step
+    lifecycle._core._step = lambda: [
+        output
+        for once in plain()
+        for output in ([once, engine.copy_output(once)] if once.finished else [once])
+    ]
+    outputs = []
+    while lifecycle.has_unfinished_requests():
+        outputs += lifecycle.step()
+    assert [output.finished for output in outputs] == [False, False, False, True]
+    assert [event["call"] for event in lifecycle.events() if event["event"] == "unexpected_output"] == ["r"]
+    assert lifecycle.check() == []
 
 
 def test_reports_of_nothing_done_say_so():
