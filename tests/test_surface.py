@@ -1,9 +1,7 @@
 """The edges of `Lifecycle`'s surface: with no handler of Ctrl-C, forked, as a context manager, in reports."""
 
 import os
-import runpy
 import signal
-import sys
 import threading
 import weakref
 
@@ -158,15 +156,6 @@ def test_a_snapshot_is_plain_values():
     snapshot = busy().snapshot().to_dict()
     assert snapshot["resident"] == ["kv_cache", "weights"]
     assert snapshot["state"] == "running"
-
-
-def test_the_module_is_the_command_line(monkeypatch, capsys):
-    """`python -m lifecycle` is the installed command."""
-    monkeypatch.setattr(sys, "argv", ["lifecycle", "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("lifecycle", run_name="__main__")
-    assert end.value.code == 0
-    assert "doctor" in capsys.readouterr().out
 
 
 def test_the_command_line_hands_the_demo_its_exit_status(monkeypatch):
