@@ -319,8 +319,11 @@ class Lifecycle:
         return handle
 
     @contextmanager
-    def _engine(self) -> Iterator[None]:
-        """The lock, with Ctrl-C held back. A second one is not: then nothing is left half done."""
+    def _engine(self, *, stepped: bool = False) -> Iterator[None]:
+        """The lock, with Ctrl-C held back. A second one is not: then nothing is left half done.
+
+        stepped: what is done under it is a step, whose outputs may be lost then.
+        """
         self._interrupt.begin_call()
         try:
             with self._lock:
@@ -329,7 +332,7 @@ class Lifecycle:
                 except Exception:
                     raise
                 except BaseException as cause:
-                    self._core.interrupted(cause)
+                    self._core.interrupted(cause, stepped=stepped)
                     raise
         finally:
             self._interrupt.end_call()
@@ -353,7 +356,8 @@ class Lifecycle:
             return self._step_in_scope(scope)
         fair = self._lock
         if fair.turnstile.locked() or fair.lock.locked():
-            return self._step_in_turn()
+            with self._engine(stepped=True):
+                return self._core.step()
         with fair.lock:  # nobody waits: the turnstile would cost more than the rest of the way
             fair.holder = get_ident()
             try:
@@ -363,18 +367,6 @@ class Lifecycle:
                 raise
             finally:
                 fair.holder = 0
-
-    def _step_in_turn(self) -> list[Any]:
-        self._interrupt.begin_call()
-        try:
-            with self._lock:
-                try:
-                    return self._core.step()
-                except KeyboardInterrupt as cause:
-                    self._core.interrupted(cause, stepped=True)
-                    raise
-        finally:
-            self._interrupt.end_call()
 
     def _step_in_scope(self, scope: Scope) -> list[Any]:
         core = self._core

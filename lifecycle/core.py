@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from transitions import Machine
 
@@ -65,6 +65,9 @@ from lifecycle.weights import WeightsKeeper
 ON_TIMEOUT: Final = ("raise", "abort", "keep")
 _LOST_CONTEXT: Final = ("illegal memory access", "device-side assert", "unspecified launch failure")
 _UPDATE_BEGINS: Final = ("start_weight_update", "start_draft_weight_update")
+
+
+_Answer = TypeVar("_Answer")
 
 
 class _Cursor:
@@ -165,8 +168,7 @@ class Core:
         unknown = not whole and self.level != 1
         self.weights.found(Weights.DISCARDED if unknown else condition.weights)
         if whole:  # discarded all the same: a dummy load, whose memory is already here
-            self.weights.mapped(engine)
-            self.weights.judge(engine)
+            self.weights.mapped(engine, whole=True)
         for found in condition.requests:
             call = Call(found.request_id, None, None, time.time(), {}, found.samples, found.delta)
             self.ledger.admit(call, found.engine_id, None, self.weights.epoch)
@@ -180,30 +182,19 @@ class Core:
             raise InternalError("an engine call in a state that has no engine")
         return self._engine
 
+    def read(self, name: str, kind: type[_Answer]) -> _Answer:
+        """What the engine answers now to the read of that name. An answer of another kind raises."""
+        answer = getattr(self.engine, name)()
+        if not isinstance(answer, kind):
+            raise TypeError(f"{name}() returned {answer!r}")
+        return answer
+
     def condition(self) -> Condition:
-        """The engine's condition, read now. An answer that is none raises."""
-        condition: Any = self.engine.condition()
-        if not (
-            isinstance(condition, Condition)
-            and condition.resident <= MEMORY_TAGS
-            and condition.level in (None, *table.LEVELS)
-        ):
+        """The engine's condition, read now. One that no engine can be in raises."""
+        condition = self.read("condition", Condition)
+        if not (condition.resident <= MEMORY_TAGS and condition.level in (None, *table.LEVELS)):
             raise TypeError(f"condition() returned {condition!r}")
         return condition
-
-    def memory(self) -> Memory:
-        """The engine's memory, read now. An answer that is none raises."""
-        memory: Any = self.engine.memory()
-        if not isinstance(memory, Memory):
-            raise TypeError(f"memory() returned {memory!r}")
-        return memory
-
-    def has_work(self) -> bool:
-        """Whether the engine has work, read now. An answer that is none raises."""
-        busy: Any = self.engine.has_work()
-        if not isinstance(busy, bool):
-            raise TypeError(f"has_work() returned {busy!r}")
-        return busy
 
     def facts(self) -> Facts:
         """What the guards read, now."""
@@ -851,21 +842,19 @@ class Core:
     def _wake(self, todo: tuple[str, ...], *, completes: bool, arrives: bool) -> WakeReport:
         """Map `todo`. completes: it is all that sleeps; arrives: the state may change without it."""
         started = time.monotonic()
-        before, was = self.memory(), self.resident
+        before, was = self.read("memory", Memory), self.resident
         # Weights that were loaded are looked at before the KV cache takes the rest of the memory.
         if completes and WEIGHTS not in todo:
             self.weights.judge(self.engine)
         short = self._map(todo) if todo else None
         not_back = frozenset(todo) - self.resident
         if WEIGHTS in self.resident - was:
-            self.weights.mapped(self.engine)
-            if completes and not not_back:
-                self.weights.judge(self.engine)
+            self.weights.mapped(self.engine, whole=completes and not not_back)
         readmitted: tuple[str, ...] = ()
         rejected: tuple[str, ...] = ()
         if arrives or self.resident != was:
             readmitted, rejected = self._arrive(Trigger.WAKE)
-        after = self.memory()
+        after = self.read("memory", Memory)
         self.note_memory("wake_up", before, after)
         if not_back:
             did = f"found too little device memory ({short})" if short else "returned"
@@ -973,9 +962,9 @@ class Core:
         if not self.capabilities.release_kv:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
         with self.reading_engine("release_kv_cache_memory"):
-            if self.has_work():  # ids of finished requests, which the workers must still be told
+            if self.read("has_work", bool):  # ids of finished requests, which the workers must still be told
                 self.share(self.step_engine(), None, all_wait=True)
-            if self.has_work():
+            if self.read("has_work", bool):
                 self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
         with self.reading_engine("release_kv_cache_memory"):

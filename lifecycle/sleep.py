@@ -181,10 +181,7 @@ class Sleep:
     def _drain(self) -> None:
         core = self._core
         keeps = self.mode == "keep"
-        busy: Any = core.engine.has_launched() if keeps else core.has_work()
-        if not isinstance(busy, bool):
-            raise TypeError(f"has_launched() returned {busy!r}")
-        if not busy:
+        if not core.read("has_launched" if keeps else "has_work", bool):
             if not keeps and core.ledger.in_flight:
                 raise core.lost()
             self._phase = self._release
@@ -235,9 +232,7 @@ class Sleep:
 
     def _look_for_progress(self) -> None:
         core = self._core
-        progress, now = core.engine.progress(), time.monotonic()
-        if not isinstance(progress, Progress):
-            raise TypeError(f"progress() returned {progress!r}")
+        progress, now = core.read("progress", Progress), time.monotonic()
         if not core.ledger.in_flight:  # what it still computes is nobody's
             progress = _NOTHING_OF_OURS
         if now - self._said_at >= PROGRESS_EVENT_S:
@@ -300,12 +295,12 @@ class Sleep:
         """Have the engine release its memory, and look whether it did."""
         core, level = self._core, self._request.level
         drained_at = time.monotonic()
-        before = core.memory()
+        before = core.read("memory", Memory)
         core.run("sleep", lambda: core.engine.sleep(level), announce=True)
         condition = core.condition()
         if not condition.paused or condition.resident != (frozenset() if level else MEMORY_TAGS):
             core.fail_with("sleep", RuntimeError(f"sleep({level}) returned, but the engine is {condition}"))
-        after = core.memory()
+        after = core.read("memory", Memory)
         core.fell_asleep(level, condition.resident, pause=self._request.pause)
         self.draining = False
         core.transition = None

@@ -64,10 +64,11 @@ class WeightsKeeper:
         """The engine slept at level 2."""
         self.found(Weights.DISCARDED)
 
-    def mapped(self, engine: Engine) -> None:
+    def mapped(self, engine: Engine, *, whole: bool) -> None:
         """Their memory is back. Only now can it be prepared for the check.
 
         Once only: what was loaded since may have been put aside by a sleep at level 1.
+        whole: all other memory is back too, so that what was not missed can be served.
         """
         if self.condition is Weights.DISCARDED and self.policy == "checked" and not self._filled:
             self._run("discard_weights", engine.discard_weights)
@@ -76,6 +77,8 @@ class WeightsKeeper:
                 self._fail("discard_weights", RuntimeError("discard_weights() returned, but filled nothing"))
         else:
             self.look(engine)
+        if whole and not self.missing:
+            self.judge(engine)
 
     def judge(self, engine: Engine) -> bool:
         """Everything is resident: were discarded weights loaded by now? True if that is new."""

@@ -99,3 +99,12 @@ def undo(llm, lifecycle):
         lifecycle.step()
     lifecycle.detach()
     assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def told(lifecycle, event, **fields):
+    """The events of this name, and with these fields."""
+    return [
+        told
+        for told in lifecycle.events()
+        if told["event"] == event and all(told.get(name) == value for name, value in fields.items())
+    ]

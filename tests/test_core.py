@@ -21,6 +21,7 @@ from lifecycle import (
 from lifecycle.engine import Capabilities, Condition, Operation, OutOfDeviceMemory
 from lifecycle.requests import Scope
 from lifecycle.table import MEMORY_TAGS, Trigger, Weights
+from tests.conftest import told
 
 
 def make(engine=None, **options):
@@ -32,15 +33,6 @@ def make(engine=None, **options):
 def add(lifecycle, *names, tokens=4, **params):
     for name in names:
         lifecycle.add_request(name, f"prompt of {name}", SamplingParams(max_tokens=tokens, **params))
-
-
-def told(lifecycle, event, **fields):
-    """The events of this name, and with these fields."""
-    return [
-        told
-        for told in lifecycle.events()
-        if told["event"] == event and all(told.get(name) == value for name, value in fields.items())
-    ]
 
 
 def fail(lifecycle, engine, cause):

@@ -18,6 +18,7 @@ from lifecycle import (
 )
 from lifecycle.engine import Capabilities, OutOfDeviceMemory
 from lifecycle.errors import InternalError
+from tests.conftest import told
 
 SHARDS = list(make_weights().items())
 LONG_S = 60  # no call here takes that long, and a clock that was not subtracted reads more
@@ -32,11 +33,6 @@ def make(engine=None, **options):
 def add(lifecycle, *names, tokens=6):
     for name in names:
         lifecycle.add_request(name, f"prompt of {name}", SamplingParams(max_tokens=tokens, seed=1))
-
-
-def told(lifecycle, event):
-    """The events of this name."""
-    return [record for record in lifecycle.events() if record["event"] == event]
 
 
 def finish(lifecycle):
