@@ -44,7 +44,6 @@ from lifecycle.table import LEVELS, MEMORY_TAGS, Weights
 
 # Everything private that a drain can't do without, from the `LLMEngine` down, and why.
 PRIVATE_SURFACE: Final[Mapping[str, str]] = {
-    "engine_core.engine_core": "an in-process engine: nothing works without it",
     "engine_core.engine_core.scheduler.running": "drains: what started can't be told from what waits",
     "engine_core.engine_core.scheduler.requests": "recall: nothing can be taken back before it starts",
     "engine_core.engine_core.scheduler.set_pause_state": "keep: in-flight requests can't be frozen",

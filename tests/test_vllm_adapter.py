@@ -240,6 +240,19 @@ def test_only_weights_aside_make_level_1(gpu):
 # -- what can't be guarded -----------------------------------------------------------------------------
 
 
+INDISPENSABLE = (
+    "engine_core.engine_core.scheduler.running",
+    "engine_core.engine_core.scheduler.requests",
+    "engine_core.engine_core.scheduler.set_pause_state",
+    "engine_core.engine_core.scheduler.pause_state",
+    "engine_core.engine_core.scheduler.has_requests",
+    "engine_core.engine_core.batch_queue",
+    "engine_core.engine_core.model_executor.sleeping_tags",
+    "output_processor.request_states",
+    "output_processor.parent_requests",
+)
+
+
 def test_what_cannot_be_guarded_is_refused(adapter):
     """Another process's engine, in-process data parallelism, and any indispensable part that is missing."""
     from lifecycle import UnsupportedEngine
@@ -248,9 +261,7 @@ def test_what_cannot_be_guarded_is_refused(adapter):
         adapter.VllmInprocess(SimpleNamespace(engine_core=SimpleNamespace()))
     with pytest.raises(UnsupportedEngine, match="data parallelism"):
         adapter.VllmInprocess(FakeEngine(data_parallel_size=2))
-    for path in adapter.PRIVATE_SURFACE:
-        if path == "engine_core.engine_core":
-            continue
+    for path in INDISPENSABLE:
         fake = FakeEngine()
         *way, last = path.split(".")
         home = fake
@@ -297,6 +308,15 @@ def test_what_a_release_lacks_is_said(adapter):
     del fake.input_processor.process_inputs
     costs = adapter.VllmInprocess(fake).capabilities.costs
     assert adapter.OPTIONAL_SURFACE["input_processor.process_inputs"] in costs
+    for name in ("set_weight_version", "reset_encoder_cache", "release_kv_cache_memory"):
+        lacking = FakeEngine()
+        for other in {"set_weight_version", "reset_encoder_cache", "release_kv_cache_memory"} - {name}:
+            setattr(lacking, other, lambda: None)
+        capabilities = adapter.VllmInprocess(lacking).capabilities
+        assert [cost for cost in capabilities.costs if cost in adapter.OPTIONAL_SURFACE.values()] == [
+            adapter.OPTIONAL_SURFACE[name]
+        ]
+        assert capabilities.release_kv == (name != "release_kv_cache_memory")
 
 
 # -- weights -------------------------------------------------------------------------------------------

@@ -46,8 +46,16 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These look at sources and pages, not at behaviour; or take minutes of random steps: a kill would be luck.
-NOT_JUDGES = ("test_docs.py", "test_imports.py", "test_mutants.py", "test_soak.py", "test_machine.py")
+# These look at sources and pages, not at behaviour; take minutes of random steps, so that a kill would be luck;
+# or run pytest within pytest, which explains assertions only in a process's first session.
+NOT_JUDGES = (
+    "test_docs.py",
+    "test_imports.py",
+    "test_mutants.py",
+    "test_soak.py",
+    "test_machine.py",
+    "test_testing.py",
+)
 ENOUGH = 0.9
 INHERITED = (pytest_asyncio, structlog, transitions)
 CACHE = Path(".cache/mutants")
@@ -118,7 +126,9 @@ def look(files: list[str], tests: list[str], marker: str) -> Survey:
 
 
 def _told_by_survey(files: list[str], tests: list[str], marker: str) -> Iterator[str]:
-    pid, reads = judge.fork(lambda tell: judge.survey(files, tests, marker, tell))
+    pid, reads = judge.fork(
+        lambda tell: judge.survey(files, tests, marker, tell, together=_together(marker))
+    )
     line = ""
     try:
         with os.fdopen(reads) as lines:
@@ -164,7 +174,7 @@ def trials(
                         yield mutant, Verdict("survived", "no test runs it")
                         continue
                     tests.sort(key=lambda test: -kills[test.partition("::")[0]])
-                    work = partial(judge.judge, mutant, tests, together=FILES.get(mutant.file) == "vllm")
+                    work = partial(judge.judge, mutant, tests, together=_together(FILES.get(mutant.file)))
                     pid, reads = judge.fork(work)
                     case = _Case(mutant, pid, since=time.monotonic())
                     selector.register(reads, selectors.EVENT_READ, case)
@@ -186,6 +196,11 @@ def trials(
         finally:
             for key in list(selector.get_map().values()):
                 judge.end(key.data.pid)
+
+
+def _together(marker: str | None) -> bool:
+    """Whether the tests run in one session, to share its engine; else file by file, which is quicker."""
+    return marker == "vllm"
 
 
 def _listen(case: _Case, told: bytes) -> None:

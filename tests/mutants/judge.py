@@ -155,16 +155,20 @@ def judge(mutant: Mutant, tests: Iterable[str], tell: Tell, *, together: bool) -
     tell(survived="")
 
 
-def survey(files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell) -> None:
+def survey(
+    files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell, *, together: bool
+) -> None:
     """Run all tests without a mutant and tell, for each line of `files`, which of them ran it. In a child.
 
+    They run as the judges do, file by file or together: what fails so without a mutant would judge none.
     A line that ran at import has the test "" beside those that ran it later.
     """
     cover = coverage.Coverage(data_file=None, config_file=False, include=[*files], messages=False)
     cover.start()
     for file in files:
         importlib.import_module(module_name(file))
-    _run_pytest([*tests], _Clerk(tell, None, cover), "-m", marker)
+    for some in [[*tests]] if together else [[test] for test in tests]:
+        _run_pytest(some, _Clerk(tell, None, cover), "-m", marker)
     cover.stop()
     data = cover.get_data()
     for file in files:
