@@ -4,8 +4,10 @@ Theory of operation
 -------------------
 `EventLog.emit` makes one flat dict with a dense `seq`, keeps the last `capacity` of
 them and hands each to the sinks. A sink is any callable that takes the dict; one that
-raises is counted and said once, never raised into the engine's path. Refusals and
-no-ops that repeat within one state are coalesced: the first event's `count` grows.
+raises is counted and said once, never raised into the engine's path. A Ctrl-C that comes
+out of a sink waits until the call is over (`deliver`): between an effect and the note of
+it nothing may be cut. Refusals and no-ops that repeat within one state are coalesced:
+the first event's `count` grows.
 
 Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
 `call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
@@ -64,6 +66,7 @@ class EventLog:
         self.sinks = list(sinks)
         self.seq = 0
         self.sink_failures = 0
+        self._interrupt: BaseException | None = None
         self._events: deque[Event] = deque(maxlen=capacity)
         self._repeats: dict[tuple[Any, ...], Event] = {}
 
@@ -111,3 +114,11 @@ class EventLog:
             self.sink_failures += 1
             if self.sink_failures == 1:
                 self.emit("sink_failed", error=repr(error))
+        except BaseException as interrupt:  # noqa: BLE001  (kept for `deliver`)
+            self._interrupt = interrupt
+
+    def deliver(self) -> None:
+        """Raise what came out of a sink and is no `Exception`, once."""
+        if self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt

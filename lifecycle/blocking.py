@@ -116,7 +116,6 @@ class _DeferredInterrupt:
         if get_ident() != self._main:
             return
         if self._depth == 0:
-            self._pending = False
             before = signal.getsignal(signal.SIGINT)
             self._installed = callable(before)
             if callable(before):  # else Ctrl-C is ignored, or ends the process: that stays so
@@ -221,6 +220,7 @@ class Lifecycle:
                 rpc_needs=rpc_needs,
                 rebuildable=self._build is not None,
             )
+            self._core.events.deliver()
         except BaseException:
             if self._build is not None:  # nobody else has it to shut it down
                 engine.shutdown()
@@ -328,7 +328,10 @@ class Lifecycle:
         try:
             with self._lock:
                 try:
-                    yield
+                    try:
+                        yield
+                    finally:
+                        self._core.events.deliver()
                 except Exception:
                     raise
                 except BaseException as cause:
@@ -361,10 +364,14 @@ class Lifecycle:
         with fair.lock:  # nobody waits: the turnstile would cost more than the rest of the way
             fair.holder = get_ident()
             try:
-                return self._core.step()
-            except KeyboardInterrupt as cause:
-                self._core.interrupted(cause, stepped=True)
+                outputs = self._core.step()
+                self._core.events.deliver()
+            except BaseException as cause:
+                if not isinstance(cause, Exception):
+                    self._core.interrupted(cause, stepped=True)
                 raise
+            else:
+                return outputs
             finally:
                 fair.holder = 0
 
@@ -373,7 +380,7 @@ class Lifecycle:
         while True:
             seen = self._changes
             outputs: list[Any] | None = None
-            with self._engine():
+            with self._engine(stepped=True):
                 waits = core.state in (State.DRAINING, State.SLEEPING, State.PARTIALLY_AWAKE)
                 if not waits or core.forked:
                     outputs = core.step(scope)
@@ -493,20 +500,22 @@ class Lifecycle:
     def _sleep(
         self, level: int, mode: str, progress: Callable[[DrainProgress], Any] | None, **limits: Any
     ) -> SleepReport:
+        sleep: Sleep | None = None
         with self._interrupt:
-            with self._engine():
-                sleep = self._core.begin_sleep(level, mode, **limits)
-            self._notify()
-            seen = 0
             try:
+                with self._engine():
+                    sleep = self._core.begin_sleep(level, mode, **limits)
+                self._notify()
+                seen = 0
                 while (report := self._advance(sleep)) is None:
                     self._interrupt.deliver()
                     if progress is not None and sleep.steps > seen:
                         seen = sleep.steps
                         self._report_progress(sleep, progress)
             except BaseException:
-                with self._engine():
-                    sleep.cancel()
+                if sleep is not None:
+                    with self._engine():
+                        sleep.cancel()
                 raise
             finally:
                 self._notify()

@@ -459,7 +459,7 @@ class Core:
         self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
         return error, interrupt
 
-    def interrupted(self, cause: BaseException, *, stepped: bool = False) -> None:
+    def interrupted(self, cause: BaseException, *, stepped: bool) -> None:
         """A Ctrl-C came out of this library's own code. What it left half done is made one again.
 
         stepped: the outputs of a step may be lost, so that nobody knows what their requests have.

@@ -264,3 +264,119 @@ def test_ctrl_c_is_not_lost_behind_another_error():
         world.lifecycle.sleep(1, "keep")
     assert isinstance(caught.value.__context__, EngineFailed)
     nothing_is_left_half_done(world)
+
+
+# -- whose Ctrl-C it is ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pressed():
+    """A handler of the caller's that only notes; yields what it noted."""
+    before = signal.getsignal(signal.SIGINT)
+    noted = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    yield noted
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_callers_own_handler_is_called_once_for_what_was_held_back(pressed, times):
+    """The first waits for the end of the call; with a second both are one. The handler stays installed."""
+    own = signal.getsignal(signal.SIGINT)
+    world = at.idle_after_work()
+    with ctrl_c_in(world, "add", times):
+        world.add("mine")
+    assert [number for number, _ in pressed] == [signal.SIGINT]
+    world.add("another")
+    world.finish()
+    world.lifecycle.sleep(1)
+    assert len(pressed) == 1
+    assert signal.getsignal(signal.SIGINT) is own
+    assert world.is_right("mine")
+
+
+def test_calls_of_another_thread_change_nothing_for_ctrl_c():
+    """Only the main thread gets signals: what others call neither holds one back nor lets one through."""
+    world = at.idle_after_work()
+
+    def work():
+        with world.lifecycle.scope("generate"):
+            world.add("theirs")
+            world.finish()
+        world.lifecycle.sleep(1)
+        world.lifecycle.wake_up()
+
+    other = threading.Thread(target=work)
+    other.start()
+    other.join(5)
+    with pytest.raises(KeyboardInterrupt), world.lifecycle.scope("generate"):
+        world.add("mine")
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("outside of any engine call there is nothing to wait for")
+    del world.asked["mine"]
+    assert world.lifecycle.state is State.AWAKE
+    with ctrl_c_in(world, "add"), pytest.raises(KeyboardInterrupt):
+        world.add("anew")
+    assert world.lifecycle.state is State.RUNNING
+    nothing_is_left_half_done(world)
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_a_hung_engine():
+    """Another thread's call hangs: whoever waits for the engine behind it gets out by pressing twice."""
+    world = at.running()
+    let_go = threading.Event()
+    world.engine.faults.add("step", hang=let_go)
+    other = threading.Thread(target=world.step)
+    other.start()
+    fair = world.lifecycle._lock
+
+    def press():
+        deadline = time.monotonic() + 5
+        while not fair.turnstile.locked() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for _ in range(2):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.05)
+        time.sleep(0.5)
+        let_go.set()
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.lifecycle.abort_request(["nobody"])
+        assert not let_go.is_set()
+    finally:
+        let_go.set()
+        presser.join(5)
+        other.join(5)
+    assert world.lifecycle.state is State.RUNNING
+    nothing_is_left_half_done(world)
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_ctrl_c_out_of_a_sink(name):
+    """A sink is the caller's code: what comes out of it at any event leaves nothing half done either."""
+    build, what = SWEEPS[name]
+    world = build()
+    events = []
+    world.lifecycle._core.events.sinks.append(events.append)
+    OPS[what](world)
+    for at_event in range(len(events)):
+        world = build()
+        left = [at_event]
+
+        def sink(_, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                left[0] = 1 << 30
+                raise KeyboardInterrupt
+
+        world.lifecycle._core.events.sinks.append(sink)
+        with pytest.raises((KeyboardInterrupt, EngineFailed)):
+            OPS[what](world)
+        served = world.lifecycle.state not in (State.FAILED, State.CLOSED)
+        others = [name for name in world.asked if name not in world.aborted]
+        nothing_is_left_half_done(world)
+        if served and what not in ("abort", "sleep(1, abort)"):
+            assert all(world.is_right(name) for name in others if world.last(name)), events[at_event]

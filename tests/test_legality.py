@@ -4,11 +4,13 @@ The expectation is written out here as a matrix, without the library's own table
 is what a group of calls needs, a column a situation that callers get into.
 """
 
+import dataclasses
+
 import pytest
 
 from engine_adapter.simulated import SamplingParams, SimulatedEngine
 from lifecycle import IllegalCall, Lifecycle, LifecycleError, State
-from lifecycle.table import NEEDS, meets
+from lifecycle.table import NEEDS, Facts, meets
 
 # The calls that are passed on to the engine, by what they need.
 READS = (
@@ -193,3 +195,10 @@ def test_a_refusal_names_the_calls_that_are_legal(situation):
     with pytest.raises(IllegalCall) as refused:
         lifecycle._core.refuse(IllegalCall, "anything", "for the sake of it")
     assert set(refused.value.legal) == legal & steering
+
+
+def test_facts_cannot_be_changed_under_those_who_read_them():
+    """A guard, a need and a refusal all see the same moment."""
+    facts = Facts()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts.level = 1

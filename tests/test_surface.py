@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from engine_adapter.simulated import SamplingParams, SimulatedEngine
-from lifecycle import Closed, IllegalCall, InternalError, Lifecycle, State, blocking, cli
+from lifecycle import Closed, IllegalCall, InternalError, InvalidArgument, Lifecycle, State, blocking, cli
 from lifecycle.engine import SleepReport, WakeReport
 from lifecycle.table import Trigger
 
@@ -43,6 +43,23 @@ def test_a_ctrl_c_that_is_ignored_stays_ignored(ctrl_c, handler):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_whoever_handed_the_engine_over_keeps_it_if_nothing_comes_of_it():
+    """Bad options: an engine that was built for this is shut down, one that was given is left alone."""
+    built = []
+
+    def build():
+        built.append(SimulatedEngine())
+        return built[-1]
+
+    with pytest.raises(InvalidArgument):
+        Lifecycle(build, weights="nonsense", sinks=())
+    assert "shutdown" in built[0].calls
+    given = SimulatedEngine()
+    with pytest.raises(InvalidArgument):
+        Lifecycle(given, weights="nonsense", sinks=())
+    assert "shutdown" not in given.calls
+
+
 def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
     """With another thread waiting, Ctrl-C out of the engine's step leaves FAILED and the lock free."""
     lifecycle = busy()
@@ -69,16 +86,29 @@ def test_a_scope_in_a_scope_is_the_outer_one():
 def test_a_forked_child_is_refused_everything():
     """The engine belongs to the parent: in the child every call is refused at once, whatever was locked."""
     lifecycle = busy()
-    with lifecycle._lock:  # as another thread may hold it at the fork
-        child = os.fork()
-        if child == 0:
-            try:
-                for call in (lifecycle.step, lifecycle.wake_up, lifecycle.close):
-                    with pytest.raises(Closed, match="belongs to the parent"):
-                        call()
-                os._exit(0)
-            finally:
-                os._exit(1)
+    locked, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with lifecycle._lock, lifecycle._changed:
+            locked.set()
+            forked.wait(5)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert locked.wait(5)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(5)  # where it would wait for ever
+            for call in (lifecycle.step, lifecycle.wake_up, lifecycle.close):
+                with pytest.raises(Closed, match="belongs to the parent"):
+                    call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    forked.set()
+    other.join(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lifecycle.sleep(1, "wait_all")
 

@@ -327,7 +327,9 @@ def test_weights_can_be_checked_where_every_parameter_on_every_rank_can_hold_nan
     import torch
 
     good, packed = torch.ones(2), torch.ones(2, dtype=torch.int32)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     for ranks, checkable in (
+        ([{str(kind): torch.ones(2, dtype=kind) for kind in floats}], True),
         ([{"a": good}, {"a": good}], True),
         ([{"a": good}, {"a": good, "b": packed}], False),
         ([{"a": good, "b": torch.empty(0)}], False),
@@ -562,6 +564,7 @@ def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
     [
         ({}, True),
         ({"status": "WAITING_FOR_FSM"}, True),
+        ({"status": "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"}, True),
         ({"status": "RUNNING"}, False),
         ({"status": "PREEMPTED"}, False),
         ({"num_computed_tokens": 1}, False),

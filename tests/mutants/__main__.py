@@ -46,8 +46,8 @@ FILES = {
     "lifecycle/blocking.py": "not vllm",
     "engine_adapter/vllm_inprocess.py": "vllm",
 }
-# These look at sources and pages, not at behaviour; take minutes of random steps, so that a kill would be luck;
-# or run pytest within pytest, which explains assertions only in a process's first session.
+# These look at sources and pages, not at behaviour; take minutes of random steps, so that a kill would be
+# luck; or run pytest within pytest, which explains assertions only in a process's first session.
 NOT_JUDGES = (
     "test_docs.py",
     "test_imports.py",
@@ -126,9 +126,7 @@ def look(files: list[str], tests: list[str], marker: str) -> Survey:
 
 
 def _told_by_survey(files: list[str], tests: list[str], marker: str) -> Iterator[str]:
-    pid, reads = judge.fork(
-        lambda tell: judge.survey(files, tests, marker, tell, together=_together(marker))
-    )
+    pid, reads = judge.fork(lambda tell: judge.survey(files, tests, marker, tell, together=_together(marker)))
     line = ""
     try:
         with os.fdopen(reads) as lines:

@@ -155,9 +155,7 @@ def judge(mutant: Mutant, tests: Iterable[str], tell: Tell, *, together: bool) -
     tell(survived="")
 
 
-def survey(
-    files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell, *, together: bool
-) -> None:
+def survey(files: Iterable[str], tests: Iterable[str], marker: str, tell: Tell, *, together: bool) -> None:
     """Run all tests without a mutant and tell, for each line of `files`, which of them ran it. In a child.
 
     They run as the judges do, file by file or together: what fails so without a mutant would judge none.
