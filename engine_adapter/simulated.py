@@ -150,6 +150,18 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
     return replace(output, outputs=completions, prompt_token_ids=list(output.prompt_token_ids))
 
 
+def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
+    logprobs = earlier.logprobs
+    if later.logprobs is not None:
+        logprobs = [*(logprobs or ()), *later.logprobs]
+    return replace(
+        later,
+        text=earlier.text + later.text,
+        token_ids=[*earlier.token_ids, *later.token_ids],
+        logprobs=logprobs,
+    )
+
+
 def _mix(*values: int) -> int:
     """Hash integers well and cheaply; never 0."""
     mixed = 0
@@ -686,6 +698,14 @@ class SimulatedEngine:
     def copy_output(self, output: RequestOutput) -> RequestOutput:
         """Return a snapshot that shares no list with the engine."""
         return _snapshot(output)
+
+    def merge_outputs(self, earlier: RequestOutput, later: RequestOutput, *, delta: bool) -> RequestOutput:
+        """Join the tokens of deltas; otherwise replace each sample by its later state."""
+        samples = {sample.index: sample for sample in earlier.outputs}
+        for sample in later.outputs:
+            before = samples.get(sample.index)
+            samples[sample.index] = _joined(before, sample) if delta and before else sample
+        return replace(later, outputs=[samples[index] for index in sorted(samples)])
 
     @_reads
     def count_tokens(self, output: RequestOutput) -> int:

@@ -386,6 +386,13 @@ class VllmInprocess:
                 sample.logprobs = sample.logprobs[:]
         return snapshot
 
+    def merge_outputs(self, earlier: Any, later: Any, *, delta: bool) -> Any:
+        """As vLLM's own asynchronous front end merges them; a pooling output comes only once."""
+        if not isinstance(later.outputs, list):
+            return later
+        earlier.add(later, aggregate=delta)
+        return earlier
+
     # -- scheduling ------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:

@@ -1,12 +1,14 @@
 """A finite-state machine around an inference engine: drain, sleep, wake, and no request lost.
 
-`Lifecycle` guards an engine that its caller steps; `engine_adapter.attach` puts one
-around a vLLM `LLM`. This package imports neither vLLM nor torch.
+`Lifecycle` guards an engine that its caller steps, `AsyncLifecycle` one that asyncio code
+shares; `engine_adapter.attach` puts a guard around a vLLM `LLM`. This package imports
+neither vLLM nor torch.
 
-`Lifecycle` is imported when it is first used: what is here without it needs the standard
+Both are imported when they are first used: what is here without them needs the standard
 library only, so that the pytest plugin costs a run nothing.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snapshot, WakeReport
@@ -25,6 +27,7 @@ from lifecycle.errors import (
     InvalidArgument,
     LifecycleError,
     ReleaseFailed,
+    RequestAborted,
     UnsupportedEngine,
     WakeFailed,
     WeightsNotValid,
@@ -32,10 +35,12 @@ from lifecycle.errors import (
 from lifecycle.table import State, Weights
 
 if TYPE_CHECKING:
+    from lifecycle.asynchronous import AsyncLifecycle
     from lifecycle.blocking import DrainProgress, Lifecycle
 
 __all__ = [
     "AdmissionClosed",
+    "AsyncLifecycle",
     "CacheNotReset",
     "Capabilities",
     "Closed",
@@ -54,6 +59,7 @@ __all__ = [
     "LifecycleError",
     "LoadReport",
     "ReleaseFailed",
+    "RequestAborted",
     "SleepReport",
     "Snapshot",
     "State",
@@ -65,10 +71,11 @@ __all__ = [
 ]
 
 
+_HOMES = {"AsyncLifecycle": "asynchronous", "DrainProgress": "blocking", "Lifecycle": "blocking"}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in ("DrainProgress", "Lifecycle"):
+    if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    from lifecycle import blocking
-
-    return getattr(blocking, name)
+    return getattr(import_module(f"lifecycle.{_HOMES[name]}"), name)

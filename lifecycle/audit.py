@@ -78,6 +78,10 @@ class EventLog:
         events = list(self._events)
         return [dict(event) for event in (events if count is None else events[len(events) - count :])]
 
+    def since(self, seq: int) -> list[Event]:
+        """Copies of the events after this one, oldest first, as far as they are kept."""
+        return [dict(event) for event in list(self._events) if event["seq"] > seq]
+
     def emit(self, event: str, **fields: Any) -> Event:
         """Record one event; None fields are left out."""
         if event == "transition":

@@ -602,10 +602,7 @@ class Lifecycle:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop the prefix cache. False, recorded as such, while requests use it."""
         with self._engine():
-            done = bool(self._core.call("reset_prefix_cache", *args, **kwargs))
-            if not done:
-                self._core.events.emit_repeatable("noop", call="reset_prefix_cache", error="returned False")
-        return done
+            return self._core.reset_prefix_cache(*args, **kwargs)
 
     def reset_encoder_cache(self) -> None:
         """Drop the encoder cache."""

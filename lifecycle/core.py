@@ -52,6 +52,7 @@ from lifecycle.errors import (
     InternalError,
     InvalidArgument,
     LifecycleError,
+    RequestAborted,
     WakeFailed,
     WeightsNotValid,
     names,
@@ -94,7 +95,7 @@ class Core:
     ) -> None:
         if max_held is not None and (type(max_held) is not int or max_held < 0):
             raise InvalidArgument(f"max_held must be None or an integer >= 0, not {max_held!r}")
-        if not _is_duration(stall_s):
+        if not is_duration(stall_s):
             raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
         self.ledger = Ledger()
@@ -106,6 +107,7 @@ class Core:
         self.paused = False
         self.forked = False
         self.cause: BaseException | None = None
+        self.failure: EngineFailed | None = None
         self.operation: Operation | None = None
         self.step_started: float | None = None
         self.transition: Sleep | None = None
@@ -155,6 +157,7 @@ class Core:
         """Take over an engine in whatever condition it really is."""
         self._engine: Engine | None = engine
         self._step, self._has_work = engine.step, engine.has_work
+        self._merge = engine.merge_outputs
         self.capabilities = engine.capabilities
         self.unaborted: dict[str, str] = {}
         condition = self.condition()
@@ -181,6 +184,11 @@ class Core:
         if self._engine is None:
             raise InternalError("an engine call in a state that has no engine")
         return self._engine
+
+    @property
+    def engine_merge(self) -> Callable[..., Any]:
+        """How two outputs of a request become one; see `Engine.merge_outputs`."""
+        return self._merge
 
     def read(self, name: str, kind: type[_Answer]) -> _Answer:
         """What the engine answers now to the read of that name. An answer of another kind raises."""
@@ -452,6 +460,8 @@ class Core:
             held=tuple(self.ledger.held),
             restart=restart,
         )
+        error.__cause__ = cause
+        self.failure = error
         for record in lost:
             self.ledger.drop(record, error)
         if self.state is not State.FAILED:
@@ -550,14 +560,24 @@ class Core:
                 raise
             raise self.invalid("add_request", str(error)) from error
 
-    def abort_request(self, ids: Iterable[str]) -> None:
-        """End requests at their own caller's wish; no output is handed out. Unknown ids are ignored."""
+    def abort_request(self, ids: Iterable[str], *, tell: bool = False) -> None:
+        """End requests at their own caller's wish. Unknown ids are ignored.
+
+        tell: somebody still waits for their outputs, so what they have is handed out as the last.
+        """
         self.require("abort_request")
         doomed = {}
         for record in self.ledger.find(ids):
-            if record.request_id in self.ledger.in_flight:
+            in_flight = record.request_id in self.ledger.in_flight
+            if in_flight:
                 doomed[record.engine_id] = record.request_id
-            self.ledger.drop(record)  # whatever the engine says: its caller gave it up
+            if tell and in_flight:
+                with self.reading_engine("abort_request"):
+                    self._end(record, "abort")
+            elif not tell:
+                self.ledger.drop(record)  # whatever the engine says: its caller gave it up
+            elif record.request_id in self.ledger.held:
+                self.ledger.drop(record, RequestAborted(f"{record.request_id} was aborted before it started"))
         self._abort(doomed)
         self._settle()
 
@@ -678,6 +698,12 @@ class Core:
                 self.ledger.post(record, output)
         self.fail_with("step", cause)
 
+    def step_for_others(self) -> list[Any]:
+        """One engine step whose outputs all wait in the mailbox, as snapshots. Returns the originals."""
+        outputs = self.step_engine()
+        self.share(outputs, None, all_wait=True)
+        return outputs
+
     def step_engine(self) -> list[Any]:
         """One engine step: its outputs, each once. With none, there is work left for what is in flight."""
         self.step_started = time.monotonic()
@@ -741,7 +767,7 @@ class Core:
             return f"mode must be one of {names(table.MODES)}, not {mode!r}"
         if on_timeout not in ON_TIMEOUT:
             return f"on_timeout must be one of {names(ON_TIMEOUT)}, not {on_timeout!r}"
-        if timeout is not None and not _is_duration(timeout):
+        if timeout is not None and not is_duration(timeout):
             return f"timeout must be a number of seconds >= 0, not {timeout!r}"
         if max_steps is not None and (type(max_steps) is not int or max_steps < 0):
             return f"max_steps must be an integer >= 0, not {max_steps!r}"
@@ -963,7 +989,7 @@ class Core:
             self.refuse(IllegalCall, "release_kv_cache_memory", "this vLLM can't (0.32 can)")
         with self.reading_engine("release_kv_cache_memory"):
             if self.read("has_work", bool):  # ids of finished requests, which the workers must still be told
-                self.share(self.step_engine(), None, all_wait=True)
+                self.step_for_others()
             if self.read("has_work", bool):
                 self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
         self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
@@ -1060,6 +1086,13 @@ class Core:
         self.require(name)
         return self.run(name, lambda: self.engine.call(name, *args, **kwargs), passes=(Exception,))
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Drop the prefix cache. False, recorded as such, while requests use it."""
+        done = bool(self.call("reset_prefix_cache", *args, **kwargs))
+        if not done:
+            self.events.emit_repeatable("noop", call="reset_prefix_cache", error="returned False")
+        return done
+
     def collective_rpc(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a worker method, by what `RPC_NEEDS` and the caller's `rpc_needs` say.
 
@@ -1108,7 +1141,7 @@ class Core:
             readmitted = self.readmit()[0] if self.facts().servable and self.level is None else ()
         finally:
             self.operation = None
-        self.cause = None
+        self.cause = self.failure = None
         self.fire(Trigger.RECOVER, duration_s=time.monotonic() - started)
         return readmitted
 
@@ -1154,7 +1187,8 @@ def _no_step() -> Any:
     raise InternalError("a step without an engine")
 
 
-def _is_duration(value: Any) -> bool:
+def is_duration(value: Any) -> bool:
+    """Whether it is a finite number of seconds, at least 0."""
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 

@@ -6,6 +6,7 @@
     |   |-- WeightsNotValid             yours: load the weights first
     |   `-- Closed                      yours: closed, detached, or in a forked child
     |-- InvalidArgument (ValueError)    yours: the argument is wrong in any state; nothing changed
+    |-- RequestAborted                  yours: it was aborted while it was held, so it has no output
     |-- DrainError                      yours: the drain was rolled back, the engine serves again
     |   |-- DrainTimeout (TimeoutError)
     |   |-- DrainStalled
@@ -81,6 +82,10 @@ class Closed(IllegalCall):
 
 class InvalidArgument(LifecycleError, ValueError):
     """The argument is wrong whatever the state. Raised before anything is touched."""
+
+
+class RequestAborted(LifecycleError):
+    """Another task aborted this request while it was held: it never started, and has no output."""
 
 
 class DrainError(LifecycleError):

@@ -46,6 +46,10 @@ class Scope:
         self.error: Exception | None = None
         self.handed_out: list[tuple[Record, Any]] = []
 
+    def lose(self, request_id: str, error: Exception | None) -> None:  # noqa: ARG002  (for who tells them apart)
+        """One of its requests ended without an output, perhaps for a reason."""
+        self.error = self.error or error
+
 
 class Record:
     """One live request. handle is the id that `add_request` returned to the caller."""
@@ -228,7 +232,7 @@ class Ledger:
 
         error: what its caller must be told instead of an output.
         """
-        record.owner.error = record.owner.error or error
+        record.owner.lose(record.request_id, error)
         for place in (self.in_flight, self.held, self.undelivered):
             place.pop(record.request_id, None)
         if any(entry is record for entry, _ in self.mailbox):

@@ -60,6 +60,28 @@ def test_whoever_handed_the_engine_over_keeps_it_if_nothing_comes_of_it():
     assert "shutdown" not in given.calls
 
 
+def test_a_ctrl_c_out_of_a_sink_at_the_beginning_leaves_no_engine_behind():
+    """The first event is told before anybody has the lifecycle: what was built for it is shut down."""
+    built = []
+
+    def sink(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Lifecycle(lambda: built.append(SimulatedEngine()) or built[0], sinks=[sink])
+    assert "shutdown" in built[0].calls
+
+
+def test_options_left_out_are_what_the_reference_says():
+    """Rank 0, 120 seconds until a drain has stalled, 4,096 events."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    assert lifecycle.events()[0]["rank"] == 0
+    assert lifecycle._core.stall_s == 120
+    for number in range(5000):
+        lifecycle._core.events.emit("closed", count=number)
+    assert len(lifecycle.events()) == 4096
+
+
 def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
     """With another thread waiting, Ctrl-C out of the engine's step leaves FAILED and the lock free."""
     lifecycle = busy()

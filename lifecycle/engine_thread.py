@@ -1,0 +1,346 @@
+"""The thread that owns an engine: it builds it, serves commands, steps, drains and closes it.
+
+Theory of operation
+-------------------
+An engine is not thread-safe and its calls block, so one thread alone enters the core.
+Others *submit* commands, which it runs in order between two steps, also while it
+drains. What a turn of its loop brought (outputs, ends of streams, answers to commands)
+is handed over as one `Batch`, so that the crossing costs once per step and not once per
+request. The thread knows no event loop: `hand_over` is whatever takes a batch.
+
+A sleep under way belongs to this thread. Callers who asked for the same sleep wait for
+the same answer; when the last of them gives up while it still drains, it is rolled back.
+No legality is decided here: every command is a call of the core, which refuses.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+from lifecycle.audit import EventLog
+from lifecycle.core import Core
+from lifecycle.engine import Engine
+from lifecycle.errors import Closed, InternalError, LifecycleError
+from lifecycle.requests import Scope
+from lifecycle.sleep import Sleep
+from lifecycle.table import State
+
+# So many commands at most are run before the next step, lest a flood of requests starve those in flight.
+COMMANDS_A_TURN = 256
+
+
+class Stream(Protocol):
+    """Where the outputs of a request go; the thread itself only looks at whose it is."""
+
+    request_id: str | None
+
+
+class Batch:
+    """What one turn of the thread brought, in the order in which it is to be given out.
+
+    outputs: (stream, output). ends: (stream, error or None), after its last output.
+    answers: (what was submitted with the command, result, error). seq: of the last event.
+    """
+
+    __slots__ = ("answers", "ends", "last", "outputs", "seq")
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[Any, Any]] = []
+        self.ends: list[tuple[Any, BaseException | None]] = []
+        self.answers: list[tuple[Any, Any, BaseException | None]] = []
+        self.seq = 0
+        self.last = False  # the thread has ended
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.ends or self.answers)
+
+
+class Command(NamedTuple):
+    """A piece of work for the thread; its outcome goes to `answer`, unless that is None."""
+
+    work: Callable[[], Any]
+    answer: Any
+
+
+class _Later:
+    """Returned by a command that is answered by and by."""
+
+
+LATER = _Later()
+
+
+class _Streams(Scope):
+    """The owner of every request that has a stream: notes which of them ended without an output."""
+
+    __slots__ = ("lost",)
+
+    def __init__(self) -> None:
+        super().__init__("generate")
+        self.lost: list[tuple[str, Exception | None]] = []
+
+    def lose(self, request_id: str, error: Exception | None) -> None:
+        self.lost.append((request_id, error))
+
+
+class EngineThread:
+    """The owner of one engine. `submit` may be called from one other thread.
+
+    build: makes the engine, in this thread. options: `Core`'s.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        events: EventLog,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._build = build
+        self._events = events
+        self._options = options
+        self._hand_over: Callable[[Batch], None] = _nobody
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._batch = Batch()
+        self._owner = _Streams()
+        self._streams: dict[str, Any] = {}
+        self._sleep: Sleep | None = None
+        self._sleepers: list[Any] = []  # whom to answer when it is over
+        self._asked: tuple[Any, ...] = ()  # the arguments of that sleep
+        self._failure: Exception | None = None  # the last one that was told
+        self._closers: list[Any] = []
+        self._close_by: float | None = None
+        self._seq = 0
+        self.core: Core | None = None
+        self.ended = False
+        self.thread = Thread(target=self._run, name=f"engine of {events.engine}", daemon=True)
+
+    # -- from the other thread -------------------------------------------------------------------------
+
+    def submit(self, work: Callable[[], Any], answer: Any = None) -> None:
+        """Have this thread run `work`; what it returns or raises is handed over with `answer`."""
+        self._inbox.put(Command(work, answer))
+
+    def left_over(self) -> list[Command]:
+        """Commands that came too late to be run: the thread has ended."""
+        commands = []
+        while not self._inbox.empty():
+            commands.append(self._inbox.get())
+        return commands
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def start(self, answer: Any, hand_over: Callable[[Batch], None]) -> None:
+        """Build the engine and begin; the answer tells when it is there, or why not.
+
+        hand_over takes each batch, in this thread; if it raises, nobody is there any more to
+        take them, and the engine is closed.
+        """
+        self._hand_over = hand_over
+        self._inbox.put(Command(self._adopt, answer))
+        self.thread.start()
+
+    def _adopt(self) -> None:
+        engine = self._build()
+        try:
+            self.core = Core(engine, self._events, rebuildable=True, **self._options)
+            self._events.deliver()
+        except BaseException:
+            engine.shutdown()  # nobody else has it
+            raise
+
+    def _run(self) -> None:
+        died: BaseException | None = None
+        try:
+            self._execute(self._inbox.get())
+            while self.core is not None and self.core.state is not State.CLOSED:
+                self._turn(self.core)
+        except BaseException as error:  # noqa: BLE001  (told to everybody below)
+            died = error
+        self._end(died)
+
+    def _turn(self, core: Core) -> None:
+        waits = not (self._sleep or self._closers or core.ledger.mailbox or self._batch)
+        if waits and not (core.open and core.ledger.in_flight):
+            self._execute(self._inbox.get())
+        for _ in range(COMMANDS_A_TURN):
+            if self._inbox.empty():
+                break
+            self._execute(self._inbox.get())
+        if self._sleep is not None:
+            self._advance(self._sleep)
+        elif core.open and core.ledger.in_flight and not core.ledger.mailbox:
+            self._step(core)
+        if self._closers:
+            self._close_when_quiet(core)
+        self._collect(core)
+        self._flush()
+        with contextlib.suppress(BaseException):  # nobody presses Ctrl-C in this thread: it is the sink's own
+            self._events.deliver()
+
+    def _step(self, core: Core) -> None:
+        try:
+            core.step_for_others()
+        except BaseException:  # those whom it concerns are told by `_collect`
+            if core.state is not State.FAILED:
+                raise
+
+    def _execute(self, command: Command) -> None:
+        try:
+            result = command.work()
+        except BaseException as error:  # noqa: BLE001  (it is the answer)
+            self._answer(command.answer, None, error)
+        else:
+            if result is not LATER:
+                self._answer(command.answer, result, None)
+
+    def _answer(self, answer: Any, result: Any, error: BaseException | None) -> None:
+        if answer is not None:
+            self._batch.answers.append((answer, result, error))
+
+    def _collect(self, core: Core) -> None:
+        """Put what the mailbox holds, and who ended without an output, into the batch."""
+        batch, streams, failed = self._batch, self._streams, frozenset[str]()
+        if core.failure is not self._failure:
+            self._failure = core.failure
+            failed = frozenset(core.failure.in_flight if core.failure is not None else ())
+        if core.ledger.mailbox:
+            for output in core.ledger.take(self._owner):
+                name = output.request_id
+                stream = streams.get(name)
+                if stream is None:  # withdrawn
+                    continue
+                batch.outputs.append((stream, output))
+                if output.finished:
+                    del streams[name]
+                    batch.ends.append((stream, self._failure if name in failed else None))
+        for name, error in self._owner.lost:
+            stream = streams.pop(name, None)
+            if stream is not None:
+                batch.ends.append((stream, error or _closed(name)))
+        self._owner.lost.clear()
+
+    def _flush(self) -> None:
+        batch = self._batch
+        batch.seq = self._events.seq
+        if batch or batch.last or batch.seq != self._seq:
+            self._seq = batch.seq
+            self._batch = Batch()
+            self._hand_over(batch)
+
+    def _end(self, died: BaseException | None) -> None:
+        """Nothing may wait for a thread that is gone."""
+        core, error = self.core, died
+        if core is not None and core.state is not State.CLOSED:  # it died, or nobody takes its batches
+            error = InternalError(f"the thread of the engine died: {died!r}")
+            error.__cause__ = died
+            with contextlib.suppress(BaseException):
+                core.operation = core.step_started = None
+                core.close(shutdown=True)
+        with contextlib.suppress(BaseException):
+            if core is not None:
+                self._collect(core)
+        for answer in [*self._sleepers, *self._closers]:
+            done = answer in self._closers and died is None
+            self._answer(answer, None, None if done else error or _closed("the sleep"))
+        for name, stream in self._streams.items():
+            self._batch.ends.append((stream, error or _closed(name)))
+        self._streams.clear()
+        self._batch.last = True
+        self.ended = True
+        with contextlib.suppress(Exception):
+            self._flush()
+
+    # -- commands --------------------------------------------------------------------------------------
+
+    def _core(self) -> Core:
+        if self.core is None:
+            raise InternalError("a command before the engine was built")
+        return self.core
+
+    def admit(
+        self, stream: Any, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]
+    ) -> str:
+        """Admit or hold a request whose outputs go to `stream`. Returns its handle."""
+        core = self._core()
+        handle = core.add_request(request_id, prompt, params, options, self._owner)
+        [record] = core.ledger.find([handle])
+        stream.request_id = record.request_id
+        self._streams[record.request_id] = stream
+        return handle
+
+    def withdraw(self, stream: Stream) -> None:
+        """The stream's consumer is gone: end its request, if it was admitted and has not ended."""
+        name = stream.request_id
+        if name is not None and self._streams.get(name) is stream:
+            del self._streams[name]
+            self._core().abort_request([name])
+
+    def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
+        """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
+        asked = (*asked, *sorted(limits.items()))
+        if self._sleep is None or asked != self._asked:
+            self._sleep = self._core().begin_sleep(*asked[:2], **limits)
+            self._asked = asked
+        self._sleepers.append(answer)
+        return LATER
+
+    def give_up(self, answer: Any) -> None:
+        """A caller of the sleep under way was cancelled. With the last of them it is rolled back."""
+        if answer not in self._sleepers:
+            return
+        self._sleepers.remove(answer)
+        if self._sleep is not None and not self._sleepers and self._sleep.cancel():
+            self._sleep = None
+
+    def _advance(self, sleep: Sleep) -> None:
+        report, error = None, None
+        try:
+            report = sleep.advance()
+        except BaseException as cause:  # noqa: BLE001  (it is the answer)
+            error = cause
+        if report is None and error is None:
+            return
+        self._sleep = None
+        if error is not None and self._closers:  # it can't be drained
+            self._close_by = 0.0
+        sleepers, self._sleepers = self._sleepers, []
+        for answer in sleepers:
+            self._answer(answer, report, error)
+
+    def close(self, answer: Any, *, drain: bool, timeout: float | None) -> Any:
+        """Admit nothing more, let what is in flight end if asked to, and close. Answered at the end."""
+        core = self._core()
+        core.require("close")
+        core.max_held = 0
+        self._closers.append(answer)
+        by = None if timeout is None else time.monotonic() + timeout
+        if not drain:
+            by = 0.0
+        known = [limit for limit in (self._close_by, by) if limit is not None]
+        self._close_by = min(known, default=None)
+        return LATER
+
+    def _close_when_quiet(self, core: Core) -> None:
+        late = self._close_by is not None and time.monotonic() >= self._close_by
+        if self._sleep is None and not late and core.state is State.RUNNING:
+            with contextlib.suppress(LifecycleError):
+                self._sleep = core.begin_sleep(0, "wait_all")
+        if self._sleep is None or late:
+            core.close(shutdown=True)
+
+
+def _nobody(_: Batch) -> None:
+    raise InternalError("a batch before the start")
+
+
+def _closed(what: str) -> Closed:
+    return Closed(
+        f"{what} did not come to its end: the engine was closed",
+        call=None,
+        state=State.CLOSED.value,
+        needs=None,
+        legal=(),
+        operation=None,
+    )

@@ -1,0 +1,981 @@
+"""`AsyncLifecycle`: who sees what, when a caller is cancelled, slow, gone, or meets another one.
+
+The engine is simulated and can be made to hang at any call, so each test can put a caller exactly into the
+phase that it is about.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import uvloop
+
+from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine, expected_tokens
+from lifecycle import (
+    AdmissionClosed,
+    AsyncLifecycle,
+    Closed,
+    DrainTimeout,
+    EngineFailed,
+    IllegalCall,
+    InternalError,
+    InvalidArgument,
+    RequestAborted,
+    State,
+)
+
+LONG = 200
+
+
+class Paced(SimulatedEngine):
+    """Steps take a while, so that others can come in between."""
+
+    def step(self):
+        time.sleep(0.0005)
+        return super().step()
+
+
+class House:
+    """A lifecycle, the engines that it built, and what was asked of it.
+
+    hang(call): the engine hangs in that call from now on, until the `Event` that it returns is set.
+    """
+
+    def __init__(self, **options):
+        engine = {"max_num_seqs": 8, **options.pop("engine", {})}
+        self.engines = []
+
+        def build():
+            self.engines.append(Paced(**engine))
+            return self.engines[-1]
+
+        self.life = AsyncLifecycle(build, sinks=(), **options)
+        self._hangs = []
+
+    @property
+    def engine(self):
+        return self.engines[-1]
+
+    def hang(self, call):
+        let_go = threading.Event()
+        self._hangs.append(let_go)
+        self.engine.faults.add(call, hang=let_go)
+        return let_go
+
+    async def __aenter__(self):
+        await self.life.start()
+        return self
+
+    async def __aexit__(self, *_):
+        for let_go in self._hangs:
+            let_go.set()
+        async with asyncio.timeout(10):
+            await self.life.close(drain=False)
+        assert self.life._owner.core.check() == []
+        assert [engine.misuse for engine in self.engines] == [[] for _ in self.engines]
+        assert not self.life._streams
+        assert not self.life._owner._streams
+
+
+def ask(name, tokens=6, kind=OutputKind.CUMULATIVE, **more):
+    return f"prompt of {name}", SamplingParams(
+        max_tokens=tokens, seed=sum(map(ord, name)), output_kind=kind, **more
+    )
+
+
+def right(name, tokens=6):
+    return expected_tokens(*ask(name, tokens))
+
+
+async def read(life, name, tokens=6, kind=OutputKind.CUMULATIVE, *, into=None):
+    """The tokens that a consumer ends with, and the reason of the last output."""
+    got = [] if into is None else into
+    reason = None
+    async for output in life.generate(*ask(name, tokens, kind), name):
+        sample = output.outputs[0]
+        got[:] = [*got, *sample.token_ids] if kind is OutputKind.DELTA else sample.token_ids
+        reason = sample.finish_reason
+    return got, reason
+
+
+async def until(true):
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def hangs_in(life, call):
+    return until(lambda: life.snapshot().operation == call and life.snapshot().operation_age_s > 0)
+
+
+# -- generate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OutputKind)
+async def test_many_at_once_each_gets_its_own(kind):
+    """More streams than the engine has slots, results as they finish, nothing left behind."""
+    async with House() as house:
+        names = [f"r{number}" for number in range(50)]
+        got = await asyncio.gather(*(read(house.life, name, 3 + len(name), kind) for name in names))
+        assert got == [(right(name, 3 + len(name)), "length") for name in names]
+        assert house.life.state is State.AWAKE
+        assert house.life.get_num_unfinished_requests() == 0
+
+
+async def test_unfinished_requests_are_counted_by_their_samples():
+    """As vLLM counts them, from the call on."""
+    async with House() as house:
+        outputs = house.life.generate(*ask("r", LONG, n=3), "r")
+        await anext(outputs)
+        assert house.life.get_num_unfinished_requests() == 3
+        await outputs.aclose()
+        assert house.life.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
+async def test_a_slow_consumer_loses_nothing_and_costs_one_output(kind):
+    """What comes while it is busy is merged: every token, its log probability, and at most one output waits."""
+    async with House() as house:
+        texts, tokens, logprobs, outputs = "", [], [], 0
+        prompt, params = ask("slow", 60, kind, logprobs=1)
+        async for output in house.life.generate(prompt, params, "slow"):
+            sample = output.outputs[0]
+            outputs += 1
+            if kind is OutputKind.DELTA:
+                texts, tokens = texts + sample.text, tokens + sample.token_ids
+                logprobs += sample.logprobs
+            else:
+                texts, tokens, logprobs = sample.text, sample.token_ids, sample.logprobs
+            if outputs == 2:
+                await until(lambda: not house.life.snapshot().in_flight)
+        assert tokens == expected_tokens(prompt, params)
+        assert len(logprobs) == 60
+        whole, _ = await read(house.life, "slow", 60)
+        assert tokens == whole
+        assert outputs == 3
+
+
+async def test_samples_of_a_slow_stream_are_kept_apart():
+    """n > 1: each sample's tokens are joined with its own."""
+    async with House() as house:
+        kept = {}
+        async for output in house.life.generate(*ask("n", 20, OutputKind.DELTA, n=3), "n"):
+            for sample in output.outputs:
+                kept.setdefault(sample.index, []).extend(sample.token_ids)
+            if len(kept) == 3 and house.life.snapshot().in_flight:
+                await until(lambda: not house.life.snapshot().in_flight)
+        assert {index: len(tokens) for index, tokens in kept.items()} == {0: 20, 1: 20, 2: 20}
+        assert len({tuple(tokens) for tokens in kept.values()}) == 3
+
+
+async def test_an_engine_that_cannot_merge_costs_one_stream():
+    """Its consumer is told, the request is aborted, and nobody else notices."""
+    async with House() as house:
+        house.life._owner.core._merge = lambda *_, **__: 1 / 0
+        outputs = house.life.generate(*ask("slow", LONG), "slow")
+        await anext(outputs)
+        other = asyncio.create_task(read(house.life, "other", kind=OutputKind.FINAL_ONLY))
+        with pytest.raises(ZeroDivisionError):
+            while True:
+                await asyncio.sleep(0.01)
+                await anext(outputs)
+        assert await other == (right("other"), "length")
+        await until(lambda: not house.life.snapshot().in_flight)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (("p", SamplingParams(max_tokens=-1), "r"), InvalidArgument),
+        (("p" * 1000, SamplingParams(), "r"), InvalidArgument),
+        (("p", "no parameters", "r"), TypeError),
+        (("p", SamplingParams(), 7), TypeError),
+    ],
+)
+async def test_bad_arguments_are_the_callers_fault(given, error):
+    """Told to whoever asked; nothing is admitted."""
+    async with House() as house:
+        with pytest.raises(error):
+            async for _ in house.life.generate(*given):
+                pass
+        assert house.life.state is State.AWAKE
+        assert await read(house.life, "r") == (right("r"), "length")
+
+
+async def test_a_live_id_is_refused_and_keeps_its_own_stream():
+    """The second consumer is refused, and its end does not end the first."""
+    async with House() as house:
+        first = house.life.generate(*ask("r", LONG), "r")
+        await anext(first)
+        with pytest.raises(InvalidArgument, match="live"):
+            await read(house.life, "r")
+        assert house.life.snapshot().in_flight == 1
+        assert [output async for output in first][-1].outputs[0].token_ids == right("r", LONG)
+
+
+# -- a consumer that goes away -----------------------------------------------------------------------------
+
+
+async def test_cancelled_while_it_is_admitted():
+    """The command is on its way: the request is aborted as soon as it was admitted."""
+    async with House() as house:
+        let_go = house.hang("add")
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await hangs_in(house.life, "add_request")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        let_go.set()
+        await until(lambda: house.life.state is State.AWAKE and not house.life.snapshot().in_flight)
+
+
+async def test_cancelled_before_the_thread_saw_it():
+    """Another command is in its way: it is admitted after all, and aborted at once."""
+    async with House() as house:
+        let_go = house.hang("call")
+        other = asyncio.create_task(house.life.call("reset_mm_cache"))
+        await hangs_in(house.life, "reset_mm_cache")
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        let_go.set()
+        await other
+        await until(lambda: not house.life.snapshot().in_flight)
+        assert [event["trigger"] for event in house.life._events.tail(2)] == ["admit", "settle"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "break", "raise"])
+async def test_leaving_early_aborts(how):
+    """Cancelled, left by a break or by an exception: the engine stops computing it."""
+    async with House() as house:
+
+        async def consume():
+            async with contextlib.aclosing(house.life.generate(*ask("r", LONG), "r")) as outputs:
+                async for _ in outputs:
+                    if how == "cancel":
+                        asyncio.current_task().cancel()
+                    elif how == "break":
+                        break
+                    else:
+                        raise ValueError
+
+        with contextlib.suppress(asyncio.CancelledError, ValueError):
+            await asyncio.create_task(consume())
+        await until(lambda: house.life.state is State.AWAKE)
+        assert await read(house.life, "r") == (right("r"), "length")
+
+
+async def test_cancelled_while_it_is_held():
+    """It never starts, and nothing of it is left after the wake."""
+    async with House() as house:
+        await house.life.sleep(1)
+        task = asyncio.create_task(read(house.life, "r"))
+        await until(lambda: house.life.snapshot().held)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not house.life.snapshot().held)
+        report = await house.life.wake_up()
+        assert report.readmitted == ()
+
+
+async def test_cancelled_during_a_drain():
+    """The drain goes on without it."""
+    async with House() as house:
+        task, other = (asyncio.create_task(read(house.life, name, LONG)) for name in ("r", "other"))
+        await until(lambda: house.life.snapshot().in_flight == 2)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        task.cancel()
+        report = await sleep
+        assert report.drained == ("other",)
+        assert await other == (right("other", LONG), "length")
+
+
+# -- abort -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OutputKind)
+async def test_abort_ends_the_stream_with_what_it_has(kind):
+    """By any task, in any output kind: the tokens so far, and the reason."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG, kind))
+        await until(lambda: house.life.snapshot().in_flight)
+        await house.life.abort(["r", "nobody"])
+        tokens, reason = await task
+        assert reason == "abort"
+        assert tokens == right("r", LONG)[: len(tokens)]
+        await house.life.abort("r")
+
+
+async def test_abort_of_a_held_request_is_told():
+    """There is no output to end with."""
+    async with House() as house:
+        await house.life.sleep(1)
+        task = asyncio.create_task(read(house.life, "r"))
+        await until(lambda: house.life.snapshot().held)
+        await house.life.abort("r")
+        with pytest.raises(RequestAborted, match="r was aborted"):
+            await task
+
+
+async def test_abort_during_a_drain():
+    """It is served between two steps, and the drain is over when nothing else is left."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        await house.life.abort("r")
+        assert (await task)[1] == "abort"
+        assert (await sleep).drained == ()
+
+
+# -- sleep and wake ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["wait", "wait_all", "abort", "keep"])
+async def test_streams_go_through_a_sleep(level, mode):
+    """Whatever the mode does to them, each stream ends as it must, and what is held is served after the wake."""
+    async with House(engine={"max_num_seqs": 2}) as house:
+        tasks = [asyncio.create_task(read(house.life, f"r{number}", 30)) for number in range(6)]
+        await until(lambda: house.life.snapshot().in_flight == 6)
+        report = await house.life.sleep(level, mode)
+        late = asyncio.create_task(read(house.life, "late"))
+        await until(lambda: house.life.snapshot().held > len(report.held))
+        if level == 2:
+            assert not await house.life.wake_up(["weights"])
+            assert await house.life.reload_weights()
+        assert await house.life.wake_up()
+        for number, (tokens, reason) in enumerate(await asyncio.gather(*tasks)):
+            cut = f"r{number}" in report.aborted
+            assert reason == ("abort" if cut else "length")
+            assert tokens == right(f"r{number}", 30)[: len(tokens) if cut else None]
+        assert await late == (right("late"), "length")
+        assert (mode == "abort") == bool(report.aborted)
+
+
+async def test_the_same_sleep_twice_is_one_and_another_is_refused():
+    """Equal arguments join and get the same report; others are refused with the name of what is under way."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        first = asyncio.create_task(house.life.sleep(1, "wait"))
+        second = asyncio.create_task(house.life.sleep(1, "wait"))
+        await house.life.wait_for("draining")
+        with pytest.raises(IllegalCall, match=r"sleep\(level=1, mode=wait\) is under way"):
+            await house.life.sleep(2)
+        with pytest.raises(IllegalCall, match="is under way"):
+            await house.life.pause_generation(mode="wait")
+        assert await first is await second
+        await task
+
+
+async def test_wake_during_a_drain_is_refused_and_no_wake_is_lost():
+    """The sleep that is pending does not fire after a wake: the wake is refused until it is over."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        with pytest.raises(IllegalCall, match="sleep.* is under way"):
+            await house.life.wake_up()
+        await sleep
+        assert house.life.state is State.SLEEPING
+        assert await house.life.wake_up()
+        await task
+
+
+async def test_a_cancelled_sleep_rolls_its_drain_back():
+    """Admission is open again, and what was held during the drain is served."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        late = asyncio.create_task(read(house.life, "late"))
+        await until(lambda: house.life.snapshot().held)
+        sleep.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleep
+        await house.life.wait_for("running")
+        assert await late == (right("late"), "length")
+        assert await task == (right("r", LONG), "length")
+
+
+async def test_of_two_sleepers_one_may_be_cancelled():
+    """The drain goes on for the other."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        first, second = (asyncio.create_task(house.life.sleep(1)) for _ in range(2))
+        await house.life.wait_for("draining")
+        first.cancel()
+        assert (await second).drained == ("r",)
+        await task
+
+
+async def test_a_sleep_cancelled_while_memory_is_released_goes_through():
+    """It can't be undone: only the wait is abandoned."""
+    async with House() as house:
+        let_go = house.hang("sleep")
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        await asyncio.sleep(0.05)
+        sleep.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleep
+        let_go.set()
+        await house.life.wait_for("sleeping")
+        assert await house.life.wake_up()
+
+
+@pytest.mark.parametrize(
+    ("call", "engine_call", "state"),
+    [
+        (lambda life: life.wake_up(), "wake_up", State.AWAKE),
+        (lambda life: life.collective_rpc("check_health"), "call", State.SLEEPING),
+    ],
+)
+async def test_any_other_call_that_reached_the_engine_comes_to_its_end(call, engine_call, state):
+    """Cancelled, it goes through, and the next one finds it done."""
+    async with House(rpc_needs={"check_health": "quiet"}) as house:
+        await house.life.sleep(1)
+        let_go = house.hang(engine_call)
+        task = asyncio.create_task(call(house.life))
+        await until(lambda: house.life.snapshot().operation is not None)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        let_go.set()
+        await until(lambda: house.life.snapshot().operation is None)
+        assert house.life.state is state
+
+
+async def test_a_deadline_rolls_back():
+    """As for blocking callers."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        with pytest.raises(DrainTimeout):
+            await house.life.sleep(1, max_steps=2)
+        assert house.life.state is State.RUNNING
+        assert await task == (right("r", LONG), "length")
+
+
+async def test_a_pause_survives_a_sleep():
+    """Until `resume_generation`, whoever sleeps and wakes in between."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        report = await house.life.pause_generation(mode="keep")
+        assert report.kept == ("r",)
+        assert await house.life.is_paused()
+        assert await house.life.is_sleeping()
+        await house.life.sleep(1, "keep")
+        assert not await house.life.wake_up()
+        assert not task.done()
+        assert await house.life.resume_generation()
+        assert not await house.life.is_paused()
+        assert await task == (right("r", LONG), "length")
+
+
+@pytest.mark.parametrize(("clear", "resets"), [(True, 1), (False, 0)])
+async def test_a_pause_drops_the_prefix_cache_if_asked_to(clear, resets):
+    """Where nothing is kept, as AsyncLLM does."""
+    async with House() as house:
+        await house.life.pause_generation(clear_cache=clear)
+        assert house.engine.calls.count("call(reset_prefix_cache)") == resets
+
+
+# -- admission while it is closed --------------------------------------------------------------------------
+
+
+async def test_generate_is_held_in_every_phase_and_no_more_than_max_held():
+    """During the drain, asleep and partly awake; the next one is refused, and the held ones are all served."""
+    async with House(max_held=3) as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        held = [asyncio.create_task(read(house.life, "drain"))]
+        await until(lambda: house.life.snapshot().held == 1)
+        await sleep
+        held.append(asyncio.create_task(read(house.life, "asleep")))
+        await until(lambda: house.life.snapshot().held == 2)
+        await house.life.wake_up(["weights"])
+        held.append(asyncio.create_task(read(house.life, "partial")))
+        await until(lambda: house.life.snapshot().held == 3)
+        with pytest.raises(AdmissionClosed, match="max_held=3"):
+            await read(house.life, "too many")
+        await house.life.wake_up()
+        assert [tokens for tokens, _ in await asyncio.gather(*held)] == [
+            right("drain"),
+            right("asleep"),
+            right("partial"),
+        ]
+        await task
+
+
+# -- failure -----------------------------------------------------------------------------------------------
+
+
+async def test_a_failing_step_reaches_every_stream():
+    """200 streams: each keeps what it had and raises EngineFailed with the cause; held ones wait for recover."""
+    async with House(engine={"max_num_seqs": 64}) as house:
+        kept = [[] for _ in range(200)]
+        tasks = [
+            asyncio.create_task(read(house.life, f"r{number}", LONG, OutputKind.DELTA, into=kept[number]))
+            for number in range(200)
+        ]
+        await until(lambda: house.life.snapshot().in_flight == 200 and all(kept[:64]))
+        broken = RuntimeError("broken")
+        house.engine.faults.add("step", raises=broken)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for number, result in enumerate(results):
+            assert isinstance(result, EngineFailed)
+            assert result.__cause__ is broken
+            assert kept[number] == right(f"r{number}", LONG)[: len(kept[number])]
+        assert all(kept[:64])
+        assert house.life.state is State.FAILED
+        with pytest.raises(EngineFailed):
+            await read(house.life, "anew")
+        assert await house.life.recover() == ()
+        assert await read(house.life, "anew") == (right("anew"), "length")
+        assert len(house.engines) == 2
+
+
+async def test_a_failure_while_some_are_held():
+    """A wake that fails: the held streams stay open, are named, and end well after `recover`."""
+    async with House() as house:
+        await house.life.sleep(1)
+        held = [asyncio.create_task(read(house.life, f"r{number}")) for number in range(3)]
+        await until(lambda: house.life.snapshot().held == 3)
+        house.engine.faults.add("wake_up", raises=RuntimeError("no"))
+        with pytest.raises(EngineFailed) as failed:
+            await house.life.wake_up()
+        assert failed.value.held == ("r0", "r1", "r2")
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in held)
+        assert await house.life.recover() == ("r0", "r1", "r2")
+        assert [tokens for tokens, _ in await asyncio.gather(*held)] == [right(f"r{n}") for n in range(3)]
+
+
+async def test_a_held_request_that_is_refused_at_the_wake_is_told():
+    """Its stream raises what the engine said; the others are served."""
+    async with House() as house:
+        await house.life.sleep(1)
+        bad, good = (asyncio.create_task(read(house.life, name)) for name in ("bad", "good"))
+        await until(lambda: house.life.snapshot().held == 2)
+        house.engine.faults.add("add", raises=ValueError("its adapter is gone"))
+        report = await house.life.wake_up()
+        assert report.rejected == ("bad",)
+        with pytest.raises(InvalidArgument, match="adapter is gone"):
+            await bad
+        assert await good == (right("good"), "length")
+
+
+async def test_a_drain_that_fails_tells_its_caller_and_the_streams():
+    """Both get EngineFailed."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        house.engine.faults.add("step", raises=RuntimeError("broken"))
+        for each in (sleep, task):
+            with pytest.raises(EngineFailed):
+                await each
+
+
+async def test_the_thread_dies():
+    """A bug of this library: every stream and every caller is told, and the engine is shut down."""
+    house = House()
+    await house.life.start()
+    task = asyncio.create_task(read(house.life, "r", LONG))
+    await until(lambda: house.life.snapshot().in_flight)
+    house.life._owner._collect = lambda _: 1 / 0
+    with pytest.raises(InternalError, match="ZeroDivisionError"):
+        await task
+    await until(lambda: house.life._gone)
+    assert "shutdown" in house.engine.calls
+    with pytest.raises(Closed):
+        await house.life.wake_up()
+    with pytest.raises(Closed):
+        await read(house.life, "anew")
+    await house.life.close()
+
+
+async def test_an_engine_call_that_hangs_is_seen_and_nobody_is_blocked():
+    """Its name and age in the snapshot; the loop goes on; a caller with a deadline of its own gets out."""
+    async with House() as house:
+        let_go = house.hang("step")
+        task = asyncio.create_task(read(house.life, "r"))
+        await hangs_in(house.life, "step")
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await house.life.wake_up()
+        assert time.monotonic() - started < 1
+        assert house.life.snapshot().operation_age_s > 0.04
+        let_go.set()
+        assert await task == (right("r"), "length")
+
+
+# -- the beginning and the end -----------------------------------------------------------------------------
+
+
+async def test_what_the_build_raises_is_raised_and_nothing_is_left():
+    """No thread, no engine; and it can't be started again."""
+
+    def build():
+        raise OSError("no such model")
+
+    life = AsyncLifecycle(build, sinks=())
+    with pytest.raises(OSError, match="no such model"):
+        await life.start()
+    life._owner.thread.join(5)
+    assert not life._owner.thread.is_alive()
+    with pytest.raises(IllegalCall, match="started before"):
+        await life.start()
+    await life.close()
+
+
+async def test_a_cancelled_start_shuts_down_what_it_built():
+    """The build can't be stopped; what comes of it is closed."""
+    built, go_on = [], threading.Event()
+
+    def build():
+        go_on.wait(5)
+        built.append(SimulatedEngine())
+        return built[0]
+
+    life = AsyncLifecycle(build, sinks=())
+    task = asyncio.create_task(life.start())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    await until(lambda: not life._owner.thread.is_alive())
+    assert "shutdown" in built[0].calls
+
+
+async def test_calls_before_the_start_and_from_another_loop_are_refused():
+    """With the reason; nothing hangs."""
+    house = House()
+    for call in (
+        house.life.wake_up,
+        house.life.sleep,
+        house.life.is_sleeping,
+        house.life.abort("r").__await__,
+    ):
+        with pytest.raises(IllegalCall, match="start"):
+            result = call()
+            await result if asyncio.iscoroutine(result) else next(result)
+    with pytest.raises(IllegalCall, match="start"):
+        await read(house.life, "r")
+    async with house:
+        with pytest.raises(IllegalCall, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, house.life.wake_up())
+
+
+async def test_close_drains_and_admits_nothing_more():
+    """Streams in flight end well, a new one is refused, a held one is told."""
+    house = House()
+    await house.life.start()
+    task = asyncio.create_task(read(house.life, "r", LONG))
+    await until(lambda: house.life.snapshot().in_flight)
+    closing = asyncio.create_task(house.life.close())
+    await house.life.wait_for("draining")
+    with pytest.raises(AdmissionClosed):
+        await read(house.life, "late")
+    again = asyncio.create_task(house.life.close())
+    await closing
+    await again
+    assert await task == (right("r", LONG), "length")
+    assert not house.life._owner.thread.is_alive() or house.life._owner.ended
+    with pytest.raises(Closed):
+        await read(house.life, "after")
+    for call in (house.life.sleep, house.life.wake_up, house.life.recover):
+        with pytest.raises(Closed):
+            await call()
+    await house.life.close()
+
+
+@pytest.mark.parametrize("limits", [{"drain": False}, {"timeout": 0.0}])
+async def test_close_without_patience_keeps_the_tokens(limits):
+    """What is in flight ends now, with what it has; what is held ends with Closed."""
+    house = House()
+    await house.life.start()
+    task = asyncio.create_task(read(house.life, "r", LONG))
+    await until(lambda: house.life.snapshot().in_flight)
+    await house.life.close(**limits)
+    tokens, reason = await task
+    assert reason == "abort"
+    assert tokens == right("r", LONG)[: len(tokens)]
+
+
+async def test_close_while_asleep_tells_the_held():
+    """They will not be served any more."""
+    house = House()
+    await house.life.start()
+    await house.life.sleep(1)
+    task = asyncio.create_task(read(house.life, "r"))
+    await until(lambda: house.life.snapshot().held)
+    await house.life.close()
+    with pytest.raises(Closed, match="r did not come to its end"):
+        await task
+
+
+async def test_close_during_a_drain_waits_for_it_or_ends_it():
+    """The sleeper gets its report, or is told."""
+    for limits, outcome in (({}, None), ({"drain": False}, Closed)):
+        house = House()
+        await house.life.start()
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        sleep = asyncio.create_task(house.life.sleep(1))
+        await house.life.wait_for("draining")
+        await house.life.close(**limits)
+        [result] = await asyncio.gather(sleep, return_exceptions=True)
+        assert isinstance(result, Closed) if outcome else result.drained == ("r",)
+        assert (await task)[1] == ("abort" if outcome else "length")
+
+
+async def test_a_drain_that_can_not_end_does_not_keep_it_open():
+    """The engine computes nothing: the close gives up draining, and ends."""
+    house = House(stall_s=0.05)
+    await house.life.start()
+    task = asyncio.create_task(read(house.life, "r", LONG))
+    await until(lambda: house.life.snapshot().in_flight)
+    house.engine.step = list
+    house.life._owner.core._step = list
+    async with asyncio.timeout(5):
+        await house.life.close()
+    assert (await task)[1] == "abort"
+
+
+async def test_left_by_an_exception_the_block_does_not_drain():
+    """`async with`: whoever fails does not wait for others' requests."""
+    house = House()
+    with pytest.raises(ValueError, match="mine"):
+        async with house.life:
+            task = asyncio.create_task(read(house.life, "r", LONG))
+            await until(lambda: house.life.snapshot().in_flight)
+            raise ValueError("mine")
+    assert (await task)[1] == "abort"
+
+
+async def test_sigterm_drains_and_closes():
+    """With a deadline; the handler is gone afterwards."""
+    house = House()
+    await house.life.start()
+    house.life.close_on_signal(signal.SIGTERM, timeout=5)
+    task = asyncio.create_task(read(house.life, "r", LONG))
+    await until(lambda: house.life.snapshot().in_flight)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await house.life.wait_for("closed", timeout=5)
+    assert await task == (right("r", LONG), "length")
+    await house.life.close()
+    assert not asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+def test_the_event_loop_closes():
+    """Nobody takes what the engine has to give: it is shut down, and the thread ends."""
+    house = House()
+
+    async def begin():
+        await house.life.start()
+        asyncio.get_running_loop().outputs = house.life.generate(*ask("r", LONG), "r")
+        await anext(asyncio.get_running_loop().outputs)
+        await asyncio.sleep(0)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+    house.life._owner.thread.join(5)
+    assert not house.life._owner.thread.is_alive()
+    assert "shutdown" in house.engine.calls
+
+
+async def test_a_forgotten_lifecycle_is_closed():
+    """Nobody holds it, nothing runs: its engine does not outlive it."""
+    engines = []
+
+    async def use():
+        life = AsyncLifecycle(lambda: engines.append(SimulatedEngine()) or engines[0], sinks=())
+        await life.start()
+        return life._owner.thread
+
+    thread = await use()
+    gc.collect()
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()
+    assert "shutdown" in engines[0].calls
+
+
+def test_the_interpreter_exits_with_streams_open():
+    """It does not hang, and the engine is shut down."""
+    code = """
+import asyncio, sys
+from engine_adapter.simulated import SamplingParams, SimulatedEngine
+from lifecycle import AsyncLifecycle
+
+class Engine(SimulatedEngine):
+    def shutdown(self):
+        print("shut down", flush=True)
+
+life = AsyncLifecycle(Engine, sinks=())
+loop = asyncio.new_event_loop()
+loop.run_until_complete(life.start())
+stream = life.generate("p", SamplingParams(max_tokens=10**6), "r")
+loop.run_until_complete(anext(stream))
+sys.exit(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "shut down\n"
+
+
+async def test_a_forked_child_is_refused():
+    """The thread is not there: every call is refused at once, and the parent goes on."""
+    async with House() as house:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(5)
+                for coroutine in (house.life.wake_up(), house.life.sleep(), read(house.life, "r")):
+                    with pytest.raises(Closed, match="belongs to the parent"):
+                        coroutine.send(None)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert await read(house.life, "r") == (right("r"), "length")
+
+
+# -- events ------------------------------------------------------------------------------------------------
+
+
+async def test_events_come_as_they_happen_and_end_with_the_engine():
+    """From now on, or from a `seq` on; dense and in order."""
+    house = House()
+    await house.life.start()
+
+    async def listen(since):
+        return [event async for event in house.life.events(since)]
+
+    whole, rest = asyncio.create_task(listen(0)), asyncio.create_task(listen(None))
+    await asyncio.sleep(0.01)
+    await house.life.sleep(1)
+    await house.life.wake_up()
+    await house.life.close()
+    events = await whole
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert events[0]["event"] == "attached"
+    assert events[-1]["event"] == "closed"
+    assert await rest == events[1:]
+
+
+async def test_a_slow_reader_is_told_how_much_it_missed():
+    """The log is bounded: what fell out is counted, not passed over in silence."""
+    async with House(event_capacity=8) as house:
+        events = house.life.events(0)
+        await anext(events)
+        for _ in range(5):
+            await house.life.sleep(0)
+            await house.life.wake_up()
+        seen, missed = 1, 0
+        async for event in events:
+            if event["event"] == "missed":
+                missed += event["count"]
+                seen += event["count"]
+            else:
+                assert event["seq"] == seen + 1
+                seen = event["seq"]
+            if seen == house.life.snapshot().seq:
+                break
+        await events.aclose()
+        assert seen == house.life.snapshot().seq
+        assert missed > 10
+
+
+async def test_wait_for_a_state():
+    """Now, later, never, and not one that there is."""
+    async with House() as house:
+        await house.life.wait_for(State.AWAKE)
+        waits = asyncio.create_task(house.life.wait_for("sleeping"))
+        await asyncio.sleep(0.01)
+        await house.life.sleep(1)
+        await waits
+        with pytest.raises(TimeoutError):
+            await house.life.wait_for("running", timeout=0.02)
+        with pytest.raises(InvalidArgument, match="asleep"):
+            await house.life.wait_for("asleep")
+        never = asyncio.create_task(house.life.wait_for("running"))
+        await asyncio.sleep(0.01)
+        await house.life.close()
+        with pytest.raises(Closed):
+            await never
+
+
+# -- the rest ----------------------------------------------------------------------------------------------
+
+
+async def test_what_comes_out_of_a_sink_is_the_callers_answer():
+    """A Ctrl-C, or anything else that is no Exception, does not end the thread."""
+    async with House() as house:
+
+        def sink(_):
+            house.life._events.sinks.clear()
+            raise KeyboardInterrupt
+
+        house.life._events.sinks.append(sink)
+        with pytest.raises(IllegalCall, match="own sleep"):
+            await house.life.call("sleep")
+        assert await read(house.life, "r") == (right("r"), "length")
+
+
+async def test_the_rest_of_the_engines_surface():
+    """By name, through the same funnel."""
+    async with House() as house:
+        assert await house.life.reset_prefix_cache() is True
+        assert await house.life.call("has_unfinished_requests") is False
+        assert (await house.life.reload_weights("v2")).version == "v2"
+        assert (await house.life.mark_weights_loaded("v3")).version == "v3"
+        with pytest.raises(IllegalCall, match="own sleep"):
+            await house.life.collective_rpc("sleep")
+        await house.life.pause_generation()
+        await house.life.release_kv_cache_memory()
+        assert house.life.snapshot().resident == {"weights"}
+
+
+def test_under_uvloop():
+    """Another event loop, the same story."""
+
+    async def story():
+        async with House() as house:
+            tasks = [asyncio.create_task(read(house.life, f"r{number}", 30)) for number in range(20)]
+            await until(lambda: house.life.snapshot().in_flight == 20)
+            await house.life.sleep(1)
+            await house.life.wake_up()
+            assert [tokens for tokens, _ in await asyncio.gather(*tasks)] == [
+                right(f"r{number}", 30) for number in range(20)
+            ]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story())
