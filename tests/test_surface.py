@@ -136,13 +136,26 @@ def test_a_forked_child_is_refused_everything():
 
 
 def test_a_fork_reaches_every_lifecycle_that_lives(monkeypatch):
-    """In the child, each lifecycle learns at once that it is not there any more."""
+    """In the child, each lifecycle learns at once that it is not there any more, and waits for no lock."""
     lifecycles = [busy(), busy()]
     monkeypatch.setattr(blocking, "_living", weakref.WeakSet(lifecycles))
+    locked, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lifecycles[0]._lock, lifecycles[0]._changed:
+            locked.set()
+            done.wait(30)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert locked.wait(5)
     blocking._after_fork()
     for lifecycle in lifecycles:
-        with pytest.raises(Closed, match="legal now: nothing"):
-            lifecycle.step()
+        for call in (lifecycle.step, lifecycle.close):
+            with pytest.raises(Closed, match="legal now: nothing"):
+                call()
+    done.set()
+    other.join(5)
 
 
 def test_both_caches_are_reset_by_name():
