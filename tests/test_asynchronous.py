@@ -141,7 +141,7 @@ async def test_unfinished_requests_are_counted_by_their_samples():
 
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 async def test_a_slow_consumer_loses_nothing_and_costs_one_output(kind):
-    """What comes while it is busy is merged: every token and log probability, and one output waits at most."""
+    """What comes while it is busy is merged: every token and log probability; one output waits at most."""
     async with House() as house:
         texts, tokens, logprobs, outputs = "", [], [], 0
         prompt, params = ask("slow", 60, kind, logprobs=1)
@@ -502,7 +502,7 @@ async def test_a_pause_drops_the_prefix_cache_if_asked_to(clear, resets):
 
 
 async def test_generate_is_held_in_every_phase_and_no_more_than_max_held():
-    """During the drain, asleep and partly awake; one too many is refused, and the held ones are all served."""
+    """During the drain, asleep and partly awake; one too many is refused, and those held are all served."""
     async with House(max_held=3) as house:
         task = asyncio.create_task(read(house.life, "r", LONG))
         await until(lambda: house.life.snapshot().in_flight)
