@@ -28,7 +28,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TextIO
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
 from lifecycle.core import Core, is_duration
@@ -36,6 +36,7 @@ from lifecycle.engine import Engine, LoadReport, SleepReport, Snapshot, WakeRepo
 from lifecycle.engine_thread import Batch, EngineThread
 from lifecycle.errors import Closed, IllegalCall, InvalidArgument, names
 from lifecycle.table import ASLEEP, State
+from lifecycle.watchdog import Watchdog
 
 # How long the end of the interpreter waits for the engine to be shut down, in seconds.
 _AT_EXIT_S: Final = 10.0
@@ -127,7 +128,8 @@ class AsyncLifecycle:
         if not callable(build):
             raise InvalidArgument(f"build must be a callable that makes an engine, not {build!r}")
         self._build = build
-        self._events = EventLog(name, rank, sinks, event_capacity)
+        note = weakref.WeakMethod(self._note_event)  # else the log would keep this object for ever
+        self._events = EventLog(name, rank, (*sinks, lambda _: _call(note)), event_capacity)
         options = {
             "weights": weights,
             "max_held": max_held,
@@ -137,10 +139,9 @@ class AsyncLifecycle:
         }
         self._owner = EngineThread(build, self._events, options)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._seen = 0  # seq of the last event that the loop knows of
         self._gone = False  # nobody runs commands any more
         self._streams: set[_Stream] = set()
-        self._told: asyncio.Future[None] | None = None
+        self._told: asyncio.Future[None] | None = None  # of whoever waits for the next event, or the end
         self._signals: list[int] = []
         self._closing: asyncio.Task[None] | None = None
         _living.add(self)
@@ -158,7 +159,7 @@ class AsyncLifecycle:
         self._loop = loop = asyncio.get_running_loop()
         receive = weakref.WeakMethod(self._receive)  # else the thread would keep this object for ever
         answer = loop.create_future()
-        self._owner.start(answer, lambda batch: _hand_over(loop, receive, batch))
+        self._owner.start(answer, lambda batch: loop.call_soon_threadsafe(_call, receive, batch))
         try:
             await answer
         except asyncio.CancelledError:
@@ -224,6 +225,7 @@ class AsyncLifecycle:
     def _forget_parent(self) -> None:
         """In a forked child: the thread is not there, and everything is refused."""
         self._gone = True
+        self._events.forget_parent()
         if self._owner.core is not None:
             self._owner.core.forked = True
             self._owner.core.open = False
@@ -277,11 +279,7 @@ class AsyncLifecycle:
                 self._run_late(command.work, command.answer)
             for number in self._signals:
                 asyncio.get_running_loop().remove_signal_handler(number)
-        if batch.last or batch.seq != self._seen:
-            self._seen = batch.seq
-            told, self._told = self._told, None
-            if told is not None and not told.done():
-                told.set_result(None)
+            self._tell()
 
     def _run_late(self, work: Callable[[], Any], answer: Any) -> None:
         """A command that found the thread gone: the core refuses it."""
@@ -292,11 +290,21 @@ class AsyncLifecycle:
         else:
             _resolve(answer, result, None)
 
-    async def _change(self) -> None:
-        """Wait until something has happened."""
+    def _change(self) -> "asyncio.Future[None]":
+        """Done once something has happened after this call."""
         if self._told is None:
             self._told = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._told)
+        return asyncio.shield(self._told)
+
+    def _note_event(self) -> None:
+        """An event was recorded, in any thread."""
+        if self._told is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        told, self._told = self._told, None
+        if told is not None and not told.done():
+            told.set_result(None)
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -514,6 +522,12 @@ class AsyncLifecycle:
         """Where the engine is, now."""
         return self._core("state").state
 
+    def watch(
+        self, limit_s: float = 60.0, *, signum: int | None = None, out: TextIO | None = None
+    ) -> Watchdog:
+        """Start a `Watchdog`: an engine call older than `limit_s` becomes a `stalled` event with stacks."""
+        return Watchdog(self._core("watch"), limit_s=limit_s, signum=signum, out=out)
+
     async def events(self, since: int | None = None) -> AsyncIterator[dict[str, Any]]:
         """Events as they happen: from now on, or from after the one of this `seq`. Ends when all is closed.
 
@@ -528,10 +542,11 @@ class AsyncLifecycle:
                     yield {"event": "missed", "count": event["seq"] - last - 1}
                 last = event["seq"]
                 yield event
-            if self._gone and self._events.seq == last:
-                return
+            change = self._change()  # first of all, or what happens before the next line would be missed
             if self._events.seq == last:
-                await self._change()
+                if self._gone:
+                    return
+                await change
 
     async def wait_for(self, state: State | str, timeout: float | None = None) -> None:  # noqa: ASYNC109  (a shorthand for asyncio.timeout)
         """Return once the engine is, or has meanwhile been, in this state.
@@ -566,15 +581,10 @@ class AsyncLifecycle:
         )
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, receive: "weakref.WeakMethod[Any]", batch: Batch) -> None:
-    """Give a batch to the loop, from the engine's thread. Raises if the loop is closed."""
-
-    def deliver() -> None:
-        method = receive()
-        if method is not None:
-            method(batch)
-
-    loop.call_soon_threadsafe(deliver)
+def _call(method: "weakref.WeakMethod[Any]", *arguments: Any) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*arguments)
 
 
 def _abandon(owner: EngineThread) -> None:

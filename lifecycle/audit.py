@@ -12,15 +12,16 @@ the first event's `count` grows.
 Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
 `call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
 `duration_s`, `bytes`, `error`, `count`, `epoch`, `version`, `policy`, `table`, `costs`,
-`remaining`, `steps`, `tokens`. Events: `attached`, `operation_begin`,
+`remaining`, `steps`, `tokens`, `stacks`. Events: `attached`, `operation_begin`,
 `operation_end`, `transition`, `refused`, `noop`, `failed`, `drain_progress`, `memory`,
-`weights`, `unexpected_output`, `request_rejected`, `sink_failed`, `detached`, `closed`.
+`weights`, `unexpected_output`, `request_rejected`, `sink_failed`, `stalled`, `detached`, `closed`.
 
 `structlog_sink` respects an application that configured structlog, and otherwise goes
 through the standard library's logger "lifecycle": a library configures nothing.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ Sink = Callable[[Mapping[str, Any]], None]
 
 # Distinct messages without end must not grow memory.
 _MAX_REPEATS = 64
-_WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed"})
+_WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed", "stalled"})
 logging.getLogger("lifecycle").addHandler(logging.NullHandler())
 _fallback = structlog.wrap_logger(
     logging.getLogger("lifecycle"),
@@ -56,7 +57,7 @@ def structlog_sink(event: Mapping[str, Any]) -> None:
 
 
 class EventLog:
-    """The last events of one engine. Written under the lifecycle's lock, read from any thread."""
+    """The last events of one engine, in the order of their numbers. Read from any thread."""
 
     def __init__(
         self, engine: str, rank: int, sinks: Sequence[Sink] = (structlog_sink,), capacity: int = 4096
@@ -67,6 +68,7 @@ class EventLog:
         self.seq = 0
         self.sink_failures = 0
         self._interrupt: BaseException | None = None
+        self._lock = threading.RLock()  # a signal handler may come in between and tell something as well
         self._events: deque[Event] = deque(maxlen=capacity)
         self._repeats: dict[tuple[Any, ...], Event] = {}
 
@@ -78,6 +80,10 @@ class EventLog:
         events = list(self._events)
         return [dict(event) for event in (events if count is None else events[len(events) - count :])]
 
+    def forget_parent(self) -> None:
+        """In a forked child: wait for no lock of a thread that is gone."""
+        self._lock = threading.RLock()
+
     def since(self, seq: int) -> list[Event]:
         """Copies of the events after this one, oldest first, as far as they are kept."""
         return [dict(event) for event in list(self._events) if event["seq"] > seq]
@@ -86,16 +92,18 @@ class EventLog:
         """Record one event; None fields are left out."""
         if event == "transition":
             self._repeats.clear()
-        self.seq += 1
         record: Event = {
-            "seq": self.seq,
+            "seq": 0,
             "time": time.time(),
             "engine": self.engine,
             "rank": self.rank,
             "event": event,
         }
         record.update((key, value) for key, value in fields.items() if value is not None)
-        self._events.append(record)
+        with self._lock:  # a watchdog tells from a thread of its own
+            self.seq += 1
+            record["seq"] = self.seq
+            self._events.append(record)
         for sink in self.sinks:
             self._give(sink, record)
         return record

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TextIO
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
 from lifecycle.core import Core
@@ -38,6 +38,7 @@ from lifecycle.errors import IllegalCall
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import ASLEEP, Need, State
+from lifecycle.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ class Lifecycle:
         """In a forked child: refuse everything, and wait for no lock of a thread that is gone."""
         self._lock = _FairLock()
         self._changed = threading.Condition()
+        self._core.events.forget_parent()
         self._core.forked = True
         self._core.open = False
 
@@ -263,6 +265,12 @@ class Lifecycle:
     def capabilities(self) -> Capabilities:
         """What the engine can do, and in `costs` what it can't."""
         return self._core.capabilities
+
+    def watch(
+        self, limit_s: float = 60.0, *, signum: int | None = None, out: TextIO | None = None
+    ) -> Watchdog:
+        """Start a `Watchdog`: an engine call older than `limit_s` becomes a `stalled` event with stacks."""
+        return Watchdog(self._core, limit_s=limit_s, signum=signum, out=out)
 
     def is_sleeping(self) -> bool:
         """True in SLEEPING and PARTIALLY_AWAKE."""

@@ -218,14 +218,19 @@ class Core:
             can_resleep=not partial or (WEIGHTS in self.resident and self.capabilities.resleep_partial),
         )
 
+    def under_way(self) -> Operation | None:
+        """The engine call that has not returned yet. From any thread."""
+        operation, step_started = self.operation, self.step_started
+        if operation is not None or step_started is None:
+            return operation
+        return Operation("step", step_started)
+
     def snapshot(self) -> Snapshot:
         """A view without a lock, from any thread: every field is read once."""
-        operation, transition, step_started = self.operation, self.transition, self.step_started
+        operation, transition = self.under_way(), self.transition
         call, started = None, None
         if operation is not None:
             call, started = operation
-        elif step_started is not None:
-            call, started = "step", step_started
         elif transition is not None:
             call, started = str(transition), transition.started
         return Snapshot(

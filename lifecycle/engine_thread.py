@@ -42,16 +42,15 @@ class Batch:
     """What one turn of the thread brought, in the order in which it is to be given out.
 
     outputs: (stream, output). ends: (stream, error or None), after its last output.
-    answers: (what was submitted with the command, result, error). seq: of the last event.
+    answers: (what was submitted with the command, result, error).
     """
 
-    __slots__ = ("answers", "ends", "last", "outputs", "seq")
+    __slots__ = ("answers", "ends", "last", "outputs")
 
     def __init__(self) -> None:
         self.outputs: list[tuple[Any, Any]] = []
         self.ends: list[tuple[Any, BaseException | None]] = []
         self.answers: list[tuple[Any, Any, BaseException | None]] = []
-        self.seq = 0
         self.last = False  # the thread has ended
 
     def __bool__(self) -> bool:
@@ -100,7 +99,7 @@ class EngineThread:
         self._build = build
         self._events = events
         self._options = options
-        self._hand_over: Callable[[Batch], None] = _nobody
+        self._hand_over: Callable[[Batch], object] = _nobody
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._batch = Batch()
         self._owner = _Streams()
@@ -111,7 +110,6 @@ class EngineThread:
         self._failure: Exception | None = None  # the last one that was told
         self._closers: list[Any] = []
         self._close_by: float | None = None
-        self._seq = 0
         self.core: Core | None = None
         self.ended = False
         self.thread = Thread(target=self._run, name=f"engine of {events.engine}", daemon=True)
@@ -131,7 +129,7 @@ class EngineThread:
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def start(self, answer: Any, hand_over: Callable[[Batch], None]) -> None:
+    def start(self, answer: Any, hand_over: Callable[[Batch], object]) -> None:
         """Build the engine and begin; the answer tells when it is there, or why not.
 
         hand_over takes each batch, in this thread; if it raises, nobody is there any more to
@@ -223,9 +221,7 @@ class EngineThread:
 
     def _flush(self) -> None:
         batch = self._batch
-        batch.seq = self._events.seq
-        if batch or batch.last or batch.seq != self._seq:
-            self._seq = batch.seq
+        if batch or batch.last:
             self._batch = Batch()
             self._hand_over(batch)
 
