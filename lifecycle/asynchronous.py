@@ -200,7 +200,7 @@ class AsyncLifecycle:
     ) -> None:
         await self.close(drain=kind is None)
 
-    def close_on_signal(self, number: int = signal.SIGTERM, *, timeout: float | None = 30.0) -> None:
+    def close_on_signal(self, number: int = int(signal.SIGTERM), *, timeout: float | None = 30.0) -> None:
         """From now on this signal closes: what is in flight may end within `timeout` seconds.
 
         In the main thread's event loop only, as asyncio has it. `wait_for("closed")` tells when it is over.

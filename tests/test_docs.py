@@ -8,7 +8,7 @@ import re
 import pytest
 
 import lifecycle
-from lifecycle import Lifecycle, LifecycleError, table
+from lifecycle import AsyncLifecycle, Lifecycle, LifecycleError, table
 from tests import docs_tables
 from tests.docs_tables import ROOT, pages, renewed
 
@@ -22,8 +22,9 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 PUBLIC_METHODS = {
-    name: member
-    for name, member in vars(Lifecycle).items()
+    f"{kind.__name__}.{name}": member
+    for kind in (Lifecycle, AsyncLifecycle)
+    for name, member in vars(kind).items()
     if not name.startswith("_") and inspect.isfunction(member)
 }
 
@@ -156,8 +157,10 @@ def test_reference_names_everything_public():
 
 @pytest.mark.parametrize("name", PUBLIC_METHODS)
 def test_reference_has_the_signature(name):
-    """The reference gives each public method with the parameters and defaults that it has."""
-    assert f"`{plain_signature(name, PUBLIC_METHODS[name])}`" in PAGES["docs/reference.md"]
+    """The reference gives each public method, under its class, with its parameters and defaults."""
+    kind, _, method = name.partition(".")
+    entry = PAGES["docs/reference.md"].split(f"### `{kind}`\n", 1)[1].split("\n### ", 1)[0]
+    assert f"`{plain_signature(method, PUBLIC_METHODS[name])}`" in entry
 
 
 @pytest.mark.parametrize("name", ["SleepReport", "WakeReport", "LoadReport", "Snapshot", "DrainProgress"])
@@ -205,7 +208,7 @@ def test_names_exist(page):
     """What the documentation calls a method of the lifecycle, a state or an error is one."""
     blocks = "\n".join(BLOCK.findall(PAGES[page]))
     used = set(re.findall(r"\blifecycle\.([a-z]\w*)", blocks)) - {"table", "testing", "engine"}
-    assert {name for name in used if not hasattr(Lifecycle, name)} == set()
+    assert {name for name in used if not (hasattr(Lifecycle, name) or hasattr(AsyncLifecycle, name))} == set()
     imported = re.findall(r"^from lifecycle import (.+)$", blocks, re.MULTILINE)
     assert {name for names in imported for name in names.split(", ") if not hasattr(lifecycle, name)} == set()
     states = {word for word in code_words(page) if re.fullmatch(r"[A-Z]{5,}(_[A-Z]+)?", word)}

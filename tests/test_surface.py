@@ -1,5 +1,6 @@
 """The edges of `Lifecycle`'s surface: with no handler of Ctrl-C, forked, as a context manager, in reports."""
 
+import gc
 import os
 import signal
 import threading
@@ -58,6 +59,15 @@ def test_whoever_handed_the_engine_over_keeps_it_if_nothing_comes_of_it():
     with pytest.raises(InvalidArgument):
         Lifecycle(given, weights="nonsense", sinks=())
     assert "shutdown" not in given.calls
+
+
+def test_a_forgotten_lifecycle_lets_go_of_its_engine_and_leaves_it_running():
+    """The engine may be in use elsewhere: it is not shut down, only no longer referenced."""
+    engine = SimulatedEngine()
+    core = weakref.ref(Lifecycle(engine, sinks=())._core)
+    gc.collect()
+    assert core() is None
+    assert "shutdown" not in engine.calls
 
 
 def test_a_ctrl_c_out_of_a_sink_at_the_beginning_leaves_no_engine_behind():
