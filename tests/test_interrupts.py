@@ -196,6 +196,25 @@ def test_ctrl_c_in_a_step_of_a_scope_waits_for_its_end():
     nothing_is_left_half_done(world)
 
 
+@pytest.mark.parametrize("call", ["add", "abort"])
+def test_ctrl_c_in_a_call_of_a_scope_is_raised_by_that_call(call):
+    """It waits for the end of the engine call, and not until the scope is left."""
+    world = at.running()
+    calls = {"add": lambda: world.add("mine"), "abort": lambda: world.lifecycle.abort_request(["mine"])}
+    with pytest.raises(KeyboardInterrupt, match=call), world.lifecycle.scope("generate"):
+        if call == "abort":
+            world.add("mine")
+        with ctrl_c_in(world, call):
+            try:
+                calls[call]()
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(call) from None
+        pytest.fail("the call returned")
+    world.asked.pop("mine", None)
+    assert world.lifecycle.state is State.RUNNING
+    nothing_is_left_half_done(world)
+
+
 def test_ctrl_c_in_a_drain_rolls_it_back():
     """The step in progress ends, then admission is open again."""
     world = at.running()
