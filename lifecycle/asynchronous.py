@@ -45,11 +45,11 @@ _AT_EXIT_S: Final = 10.0
 class _Stream:
     """The outputs of one request on their way to its consumer. Used in the event loop's thread only."""
 
-    __slots__ = ("_delta", "_error", "_merge", "_output", "_waiter", "ended", "request_id", "samples")
+    __slots__ = ("_error", "_merge", "_output", "_waiter", "delta", "ended", "request_id", "samples")
 
     def __init__(self, merge: Callable[..., Any], params: Any) -> None:
         self._merge = merge
-        self._delta = getattr(getattr(params, "output_kind", None), "name", None) == "DELTA"
+        self.delta = getattr(getattr(params, "output_kind", None), "name", None) == "DELTA"
         self._output: Any = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -60,7 +60,7 @@ class _Stream:
     def put(self, output: Any) -> None:
         """An output came; one that was not taken yet becomes part of it."""
         waiting = self._output
-        self._output = output if waiting is None else self._merge(waiting, output, delta=self._delta)
+        self._output = output if waiting is None else self._merge(waiting, output, delta=self.delta)
         self._wake()
 
     def end(self, error: BaseException | None) -> None:

@@ -668,7 +668,7 @@ class Core:
             for output in outputs:
                 record = ledger.in_flight.get(output.request_id)
                 waits = record is not None and (all_wait or not ledger.takes(owner, record))
-                looked_at.append((output, self._snapshot_of(output) if waits else None))
+                looked_at.append((output, self.snapshot_of(output) if waits else None))
         except BaseException as error:  # noqa: BLE001  (it fails with it)
             self._fail_with_outputs(outputs, error)
         finally:
@@ -688,7 +688,8 @@ class Core:
         self._settle()
         return mine
 
-    def _snapshot_of(self, output: Any) -> Any:
+    def snapshot_of(self, output: Any) -> Any:
+        """A copy of an output that shares no list with the engine."""
         snapshot = self.engine.copy_output(output)
         if (snapshot.request_id, snapshot.finished) != (output.request_id, output.finished):
             raise RuntimeError(f"copy_output() of {output!r} returned {snapshot!r}")

@@ -33,9 +33,10 @@ COMMANDS_A_TURN = 256
 
 
 class Stream(Protocol):
-    """Where the outputs of a request go; the thread itself only looks at whose it is."""
+    """Where the outputs of a request go. delta: each has the new tokens only, and shares no list."""
 
     request_id: str | None
+    delta: bool
 
 
 class Batch:
@@ -179,10 +180,31 @@ class EngineThread:
 
     def _step(self, core: Core) -> None:
         try:
-            core.step_for_others()
+            self._give(core.step(self._owner))
         except BaseException:  # those whom it concerns are told by `_collect`
             if core.state is not State.FAILED:
                 raise
+
+    def _give(self, outputs: list[Any]) -> None:
+        """Put outputs into the batch. The lists of a cumulative one live on in the engine until its last."""
+        core, batch, streams = self._core(), self._batch, self._streams
+        broken: BaseException | None = None
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:  # withdrawn
+                continue
+            given = output
+            if not (output.finished or stream.delta):
+                try:
+                    given = core.snapshot_of(output)
+                except BaseException as cause:  # noqa: BLE001  (it fails with it, once the others have theirs)
+                    broken = cause
+            batch.outputs.append((stream, given))
+            if output.finished:
+                del streams[output.request_id]
+                batch.ends.append((stream, None))
+        if broken is not None:
+            core.fail_with("step", broken)
 
     def _execute(self, command: Command) -> None:
         try:

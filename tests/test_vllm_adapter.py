@@ -536,7 +536,7 @@ def test_validation_passes_on_what_the_release_takes(adapter):
     assert fake.log == []
 
 
-def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
+def test_asnapshot_of_parameters_shares_nothing_that_changes(adapter):
     """Containers are copied, empty ones shared only where the engine clones them before it changes them."""
     from vllm import SamplingParams
 
