@@ -5,13 +5,14 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-deps
 
-.PHONY: help demo lint docs test test-deep test-mutants bench clean
+.PHONY: help demo lint docs test test-deep test-mutants coverage bench clean
 
 help:
 	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); MODEL=<folder>, FAULT=<kind>"
 	@echo "make test    everything that must hold: lint, docs, tests, and the wheel in an empty environment"
 	@echo "make test-deep  the slow rest of the tests"
 	@echo "make test-mutants  whether the tests notice planted faults; ARGS='--resume --file lifecycle/core.py'"
+	@echo "make coverage  which lines the tests run"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documentation site, into site/"
 	@echo "make bench   the benchmarks"
@@ -61,6 +62,13 @@ test-deep: .venv/dev
 # Planted faults, one after another; .cache/mutants keeps the verdicts.
 test-mutants: .venv/dev
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+# Which lines and branches the tests run, their subprocesses included; twice as long as the tests alone.
+coverage: .venv/dev
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 bench: .venv/dev
 	$(BIN)/python -m tests.benchmarks
