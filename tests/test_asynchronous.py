@@ -29,6 +29,7 @@ from lifecycle import (
     InvalidArgument,
     RequestAborted,
     State,
+    asynchronous,
 )
 
 LONG = 200
@@ -980,3 +981,143 @@ def test_under_uvloop():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(story())
+
+
+# -- edges -------------------------------------------------------------------------------------------------
+
+
+async def test_encode_is_generate_for_pooling():
+    """The same stream under AsyncLLM's name, aborted in the same way."""
+    async with House() as house:
+        outputs = [output async for output in house.life.encode(*ask("r"), "r")]
+        assert outputs[-1].outputs[0].token_ids == right("r")
+        early = house.life.encode(*ask("early", LONG), "early")
+        await anext(early)
+        await early.aclose()
+        await until(lambda: not house.life.snapshot().in_flight)
+
+
+async def test_in_a_report_it_says_where_it_is():
+    """Before the start, and after it."""
+    house = House()
+    assert repr(house.life) == "<AsyncLifecycle, not started>"
+    async with house:
+        assert repr(house.life) == "<AsyncLifecycle awake, 0 in flight, 0 held, 0 streams>"
+
+
+@pytest.mark.parametrize("wrong", [None, SimulatedEngine()])
+def test_build_is_a_callable(wrong):
+    """An engine that exists already was built in another thread."""
+    with pytest.raises(InvalidArgument, match="callable"):
+        AsyncLifecycle(wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, "soon", float("nan"), True])
+async def test_a_timeout_of_close_is_a_number_of_seconds(wrong):
+    """Anything else is refused, and nothing is closed."""
+    async with House() as house:
+        with pytest.raises(InvalidArgument, match="timeout"):
+            await house.life.close(timeout=wrong)
+        assert house.life.state is State.AWAKE
+
+
+async def test_closed_before_it_was_started():
+    """There is nothing to close, and it can't be started any more."""
+    house = House()
+    await house.life.close()
+    with pytest.raises(IllegalCall, match="started before"):
+        await house.life.start()
+    assert house.engines == []
+
+
+async def test_a_build_that_the_core_refuses_is_shut_down():
+    """An engine was built, but the options are wrong: nobody else has it."""
+    house = House(weights="nonsense")
+    with pytest.raises(InvalidArgument):
+        await house.life.start()
+    assert "shutdown" in house.engine.calls
+
+
+async def test_a_call_that_comes_as_the_thread_ends_is_answered():
+    """Submitted after the last command that it ran, before the loop knew: refused like any later one."""
+    house = House()
+    await house.life.start()
+
+    async def late(call):
+        time.sleep(0.1)  # noqa: ASYNC251  (the loop must not see the end of the thread first)
+        return await call()
+
+    closing = asyncio.create_task(house.life.close())
+    late_ones = [
+        asyncio.create_task(late(call))
+        for call in (house.life.wake_up, house.life.sleep, house.life.reset_prefix_cache, house.life.close)
+    ]
+    results = await asyncio.gather(*late_ones, return_exceptions=True)
+    await closing
+    assert [type(result) for result in results] == [Closed, Closed, Closed, type(None)]
+
+
+async def test_a_withdrawal_that_comes_too_late_is_no_error():
+    """The request has just ended by itself when its consumer leaves."""
+    async with House() as house:
+        outputs = house.life.generate(*ask("r", 3), "r")
+        await anext(outputs)
+        time.sleep(0.05)  # noqa: ASYNC251  (its end is on the way and not yet seen)
+        await outputs.aclose()
+        await house.life.call("has_unfinished_requests")
+        assert house.life.state is State.AWAKE
+
+
+async def test_cancelled_sleepers_of_a_sleep_that_is_over():
+    """The report is on its way when its caller is cancelled: nothing is rolled back any more."""
+    async with House() as house:
+        task = asyncio.create_task(house.life.sleep(1))
+        await asyncio.sleep(0)
+        time.sleep(0.05)  # noqa: ASYNC251  (it sleeps, and the answer is not yet seen)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await house.life.call("has_unfinished_requests")
+        assert house.life.state is State.SLEEPING
+
+
+async def test_a_copy_that_the_engine_cannot_make_fails_it_and_nobody_loses_a_token():
+    """The others of the same step have theirs; all are told."""
+    async with House() as house:
+        kept = [[], []]
+        tasks = [
+            asyncio.create_task(read(house.life, name, LONG, kind, into=kept[place]))
+            for place, (name, kind) in enumerate([("a", OutputKind.CUMULATIVE), ("b", OutputKind.DELTA)])
+        ]
+        await until(lambda: all(kept))
+        house.engine.faults.add("copy_output", raises=RuntimeError("can't"))
+        for task in tasks:
+            with pytest.raises(EngineFailed, match="can't"):
+                await task
+        assert [right("a", LONG)[: len(kept[0])], right("b", LONG)[: len(kept[1])]] == kept
+
+
+async def test_at_the_interpreters_exit_it_is_closed():
+    """What `atexit` calls: the engine is shut down without the event loop's help."""
+    house = House()
+    await house.life.start()
+    asynchronous._at_exit()
+    assert "shutdown" in house.engine.calls
+    await until(lambda: house.life._gone)
+    house.life._leave()
+
+
+async def test_a_fork_is_told_to_all_that_live():
+    """What runs in the child: everything is refused from then on."""
+    house = House()
+    await house.life.start()
+    engine_thread = house.life._owner
+    asynchronous._after_fork()
+    for call in (house.life.wake_up, house.life.sleep):
+        with pytest.raises(Closed, match="belongs to the parent"):
+            await call()
+    with pytest.raises(Closed, match="belongs to the parent"):
+        await read(house.life, "r")
+    engine_thread.core.forked = False
+    asynchronous._abandon(engine_thread)
+    await asyncio.to_thread(engine_thread.thread.join, 5)
