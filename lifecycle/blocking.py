@@ -170,6 +170,9 @@ def _is_half_done(frame: FrameType | None) -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
 
+# Every change is told to those who wait; this is a net under that, in seconds.
+_LOOK_AGAIN_S: Final = 1.0
+
 _living: "weakref.WeakSet[Lifecycle]" = weakref.WeakSet()
 
 
@@ -388,7 +391,7 @@ class Lifecycle:
         while True:
             seen = self._changes
             outputs: list[Any] | None = None
-            with self._engine(stepped=True):
+            with self._engine():
                 waits = core.state in (State.DRAINING, State.SLEEPING, State.PARTIALLY_AWAKE)
                 if not waits or core.forked:
                     outputs = core.step(scope)
@@ -410,7 +413,7 @@ class Lifecycle:
 
     def _wait_for_change(self, seen: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._changes != seen, timeout=1.0)
+            self._changed.wait_for(lambda: self._changes != seen, timeout=_LOOK_AGAIN_S)
 
     # -- scopes ----------------------------------------------------------------------------------------
 

@@ -65,6 +65,14 @@ class Interrupter:
             sys.settrace(before)
 
 
+def at_the_very_last_token():
+    """The next step leaves the engine idle."""
+    world = at.World().start()
+    world.add("only", 2)
+    world.step()
+    return world
+
+
 def at_the_last_token():
     """The next step ends a request."""
     world = at.running()
@@ -75,6 +83,7 @@ def at_the_last_token():
 SWEEPS = {
     "step": (at.running, "step"),
     "step that ends a request": (at_the_last_token, "step"),
+    "step that ends the last request": (at_the_very_last_token, "step"),
     "step that hands out the mailbox": (partial(at.asleep, 1), "step"),
     "add while awake": (at.running, "add"),
     "add while asleep": (partial(at.asleep, 1), "add"),
@@ -394,8 +403,6 @@ def test_ctrl_c_out_of_a_sink(name):
         world.lifecycle._core.events.sinks.append(sink)
         with pytest.raises((KeyboardInterrupt, EngineFailed)):
             OPS[what](world)
-        served = world.lifecycle.state not in (State.FAILED, State.CLOSED)
-        others = [name for name in world.asked if name not in world.aborted]
+        # The outputs of a step are lost with its return, and nobody knows what its requests have.
+        assert (world.lifecycle.state is State.FAILED) == (what == "step")
         nothing_is_left_half_done(world)
-        if served and what not in ("abort", "sleep(1, abort)"):
-            assert all(world.is_right(name) for name in others if world.last(name)), events[at_event]

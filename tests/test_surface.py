@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -104,15 +105,98 @@ def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
     assert lifecycle.check() == []
 
 
+def test_a_sinks_ctrl_c_in_a_step_in_turn_fails():
+    """With another thread waiting: the outputs are lost with the return, so the engine has failed."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=1))
+
+    def sink(_):
+        lifecycle._core.events.sinks.clear()
+        raise KeyboardInterrupt
+
+    lifecycle._core.events.sinks.append(sink)
+    lifecycle._lock.turnstile.acquire()
+    threading.Timer(0.05, lifecycle._lock.turnstile.release).start()
+    with pytest.raises(KeyboardInterrupt):
+        lifecycle.step()
+    assert lifecycle.state is State.FAILED
+    assert lifecycle.check() == []
+
+
+def test_a_call_from_inside_a_step_is_refused_and_a_later_one_is_not():
+    """The engine's own step calls back: refused at once, not waited for for ever."""
+    lifecycle = busy()
+    refused = []
+
+    def step():
+        with pytest.raises(IllegalCall, match="from inside") as caught:
+            lifecycle.abort_request(["r"])
+        refused.append(caught.value)
+        return []
+
+    real, lifecycle._core._step = lifecycle._core._step, step
+    assert lifecycle.step() == []
+    assert len(refused) == 1
+    assert lifecycle._lock.holder == 0
+    lifecycle._core._step = real
+    lifecycle.abort_request(["r"])
+    assert not lifecycle.has_unfinished_requests()
+
+
+def waiting_in_a_scope(lifecycle, request_id, done):
+    """A thread in a blocking call that waits for the wake, with nothing but what it is told."""
+    added, asleep = threading.Event(), threading.Event()
+
+    def generate():
+        with lifecycle.scope("generate"):
+            lifecycle.add_request(request_id, "a prompt", SamplingParams(max_tokens=4))
+            added.set()
+            asleep.wait(5)
+            while lifecycle.has_unfinished_requests():
+                for output in lifecycle.step():
+                    done.append(output.request_id)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert added.wait(5)
+    lifecycle.sleep(1)
+    asleep.set()
+    time.sleep(0.05)  # it has begun to wait
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        (lambda lifecycle: lifecycle.abort_request(["r"]), []),
+        (lambda lifecycle: lifecycle.wake_up(), ["r"]),
+    ],
+)
+def test_whoever_waits_is_told_of_every_change(monkeypatch, change, served):
+    """An abort by another thread, or the wake: not found by looking again after a while."""
+    monkeypatch.setattr(blocking, "_LOOK_AGAIN_S", 60)
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    done = []
+    thread = waiting_in_a_scope(lifecycle, "r", done)
+    change(lifecycle)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert done == (["r"] * 4 if served else [])
+
+
 def test_a_scope_in_a_scope_is_the_outer_one():
     """A blocking call that is made of another one (`chat` of `generate`) owns all that both admit."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    lifecycle.add_request("somebody else's", "a prompt", SamplingParams(max_tokens=2))
     with lifecycle.scope("chat"):
         with lifecycle.scope("generate"):
             lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=2))
         assert lifecycle.has_unfinished_requests()
+        outputs = []
         while lifecycle.has_unfinished_requests():
-            lifecycle.step()
+            outputs += lifecycle.step()
+        assert {output.request_id for output in outputs} == {"r"}
+    assert lifecycle.has_unfinished_requests()
 
 
 def test_a_forked_child_is_refused_everything():
