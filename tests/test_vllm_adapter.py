@@ -432,14 +432,14 @@ def built(adapter, monkeypatch):
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_an_engine_is_built_in_this_process_from_arguments(adapter, built, quiet):
+def test_an_engine_is_built_in_this_process_from_arguments(adapter, built, quiet, tmp_path):
     """From keywords or an `EngineArgs` alike: with its statistics as asked for, never in another process."""
-    arguments = {"model": "m", "disable_log_stats": quiet}
+    arguments = {"model": str(tmp_path), "disable_log_stats": quiet}
     adapter.VllmInprocess(**arguments)
     adapter.VllmInprocess(adapter.EngineArgs(**arguments))
     expected = {
-        "vllm_config": "config of m",
-        "executor_class": "executor for config of m",
+        "vllm_config": f"config of {tmp_path}",
+        "executor_class": f"executor for config of {tmp_path}",
         "log_stats": not quiet,
         "multiprocess_mode": False,
     }
