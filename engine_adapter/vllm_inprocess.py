@@ -72,7 +72,7 @@ _EMPTY: Final[Mapping[type, Any]] = {list: [], set: set(), dict: {}}  # shared b
 _BAD_ARGUMENT: Final = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 # vLLM's dummy load draws from a range this small; any real model leaves it.
 _DUMMY_RANGE: Final = 1e-3
-_REASONS: Final = {"abort": FinishReason.ABORT, "error": getattr(FinishReason, "ERROR", FinishReason.ABORT)}
+_REASONS: Final = {"abort": FinishReason.ABORT, "error": FinishReason.ERROR}
 
 
 # -- run on every worker, through collective_rpc; `worker` is vLLM's own ------------------------

@@ -334,6 +334,14 @@ def test_a_tag_with_nothing_asleep_needs_no_memory(gpu):
     assert ("wake_up", ["kv_cache"]) in fake.log
 
 
+def test_the_kv_cache_alone_is_released_by_the_engine(adapter):
+    """Where a release has a call for it, it is that call."""
+    fake = FakeEngine()
+    fake.release_kv_cache_memory = lambda: fake.log.append("released")
+    adapter.VllmInprocess(fake).release_kv_cache_memory()
+    assert fake.log == ["released"]
+
+
 # -- what can't be guarded -----------------------------------------------------------------------------
 
 
@@ -728,8 +736,20 @@ def test_a_sleep_of_an_older_release_is_paused_first(adapter):
     fake.sleep = lambda level, mode="abort": fake.log.append(("sleep", level, mode))
     engine.sleep(2)
     assert fake.log == [("sleep", 2, "keep")]
+
+
+def test_the_level_of_a_sleep_is_known_until_scheduling_resumes(adapter):
+    """What the next one was that others made is not known from ours."""
+    fake = FakeEngine()
+    engine = adapter.VllmInprocess(fake)
+    fake.sleep = lambda level, mode: None
+    engine.sleep(2)
     fake.executor.sleeping_tags = {"weights"}
     assert engine.condition().level == 2
+    fake.executor.sleeping_tags = set()
+    engine.resume_scheduling()
+    fake.executor.sleeping_tags = {"weights"}
+    assert engine.condition().level is None
 
 
 # -- requests ------------------------------------------------------------------------------------------
@@ -795,6 +815,7 @@ def test_validation_passes_on_what_the_release_takes(adapter):
 
 def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
     """Containers are copied, empty ones shared only where the engine clones them before it changes them."""
+    import msgspec
     from vllm import SamplingParams
 
     params = SamplingParams(stop=["x"], logit_bias={1: 2.0}, max_tokens=3)
@@ -804,7 +825,7 @@ def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
     params.stop.append("y")
     params.logit_bias[2] = 1.0
     assert (mine.stop, mine.logit_bias, mine.max_tokens) == (["x"], {1: 2.0}, 3)
-    assert adapter._snapshot(SamplingParams()).bad_words is not SamplingParams().bad_words
+    assert adapter._snapshot(SamplingParams()).bad_words is adapter._snapshot(SamplingParams()).bad_words
     kept = SamplingParams(stop=["x"])
     kept.skip_clone = True
     mine = adapter._snapshot(kept)
@@ -814,6 +835,8 @@ def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
             assert all(getattr(mine, name) is not empty for empty in adapter._EMPTY.values()), name
     plain = SimpleNamespace(stop=["x"])
     assert adapter._snapshot(plain).stop is not plain.stop
+    unclear = msgspec.defstruct("Params", [("stop", list)])  # it doesn't say whether it will be cloned
+    assert adapter._snapshot(unclear([])).stop is not adapter._snapshot(unclear([])).stop
 
 
 @pytest.mark.parametrize(
