@@ -259,12 +259,12 @@ class VllmInprocess:
     def _find_requests(self) -> Iterable[Found]:
         seen = set()
         for state in self._states.values():
-            parent = state.parent_req
-            engine_id = parent.request_id if parent else state.request_id
+            engine_id = _engine_id(state)
             if engine_id not in seen:
                 seen.add(engine_id)
+                samples = state.parent_req.n if state.parent_req else 1
                 delta = state.output_kind == RequestOutputKind.DELTA
-                yield Found(state.external_req_id, engine_id, parent.n if parent else 1, delta)
+                yield Found(state.external_req_id, engine_id, samples, delta)
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -323,7 +323,8 @@ class VllmInprocess:
             if left:
                 self.abort(left)
             raise _as_value_error(error) from error
-        return engine_id or self._engine.output_processor.external_req_ids[call.request_id][-1]
+        # A release that doesn't say: the newest state is of this request, or of its last sample.
+        return engine_id or _engine_id(next(reversed(self._states.values())))
 
     def step(self) -> list[Any]:
         """`LLMEngine.step`: schedule, execute, detokenize."""
@@ -542,6 +543,12 @@ def _has(engine: Any, path: str) -> bool:
             return False
         engine = getattr(engine, name)
     return True
+
+
+def _engine_id(state: Any) -> str:
+    """The internal id of the request that a state of the front end belongs to: a sample's is its parent's."""
+    engine_id: str = (state.parent_req or state).request_id
+    return engine_id
 
 
 def _as_value_error(error: Exception) -> Exception:

@@ -919,21 +919,22 @@ def test_a_request_that_is_made_already_speaks_for_itself(adapter):
     assert (made.request_id, made.external_req_id) == ("made", None)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_request_is_added_as_it_was_made(adapter, answers):
+def test_a_request_is_added_as_it_was_made(adapter, answers, samples):
     """The engine gets the very prompt, the arrival of the call and its options; its id comes back.
 
-    Where a release doesn't say the id, it is the newest that the front end has for this request.
+    Also from a release that doesn't say the id, and for several samples it is that of all of them.
     """
     from vllm import SamplingParams
 
     fake = FakeEngine()
     fake.answers_add = answers
-    fake.enter(request("older-1", SamplingParams()))
+    fake.enter(request("older-1", SamplingParams(n=2)))
     fake.enter(request("older-2", SamplingParams()))
     engine = adapter.VllmInprocess(fake)
     prompt = {"prompt_token_ids": [1, 2]}
-    call = engine.prepare("r", prompt, SamplingParams(), {"arrival_time": 5.0, "priority": 3})
+    call = engine.prepare("r", prompt, SamplingParams(n=samples), {"arrival_time": 5.0, "priority": 3})
     assert engine.add(call) == "r-internal"
     [(_, request_id, given, params, arrival, options)] = fake.log
     assert (request_id, arrival, options) == ("r", 5.0, {"priority": 3})
