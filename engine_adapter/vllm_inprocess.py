@@ -19,11 +19,12 @@ Verified with vLLM 0.25.1 on an H200 and 0.32.0 on CPUs.
 
 import copy
 import inspect
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils.deterministic
@@ -65,20 +66,19 @@ OPTIONAL_SURFACE: Final[Mapping[str, str]] = {
 # Parameters of these types can be filled with NaN and looked at again.
 _CHECKABLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _WAITING: Final = frozenset({"WAITING", "WAITING_FOR_FSM", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"})
-_IMMUTABLE: Final = (int, float, str, bool, type(None))
+_IMMUTABLE: Final = (int, float, str, type(None))
 _EMPTY: Final[Mapping[type, Any]] = {list: [], set: set(), dict: {}}  # shared by snapshots, never changed
 # What vLLM raises for a bad argument. Up to 0.25 all of it was ValueError.
 _BAD_ARGUMENT: Final = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 # vLLM's dummy load draws from a range this small; any real model leaves it.
 _DUMMY_RANGE: Final = 1e-3
-_REASONS: Final = {"abort": FinishReason.ABORT, "error": getattr(FinishReason, "ERROR", FinishReason.ABORT)}
+_REASONS: Final = {"abort": FinishReason.ABORT, "error": FinishReason.ERROR}
 
 
 # -- run on every worker, through collective_rpc; `worker` is vLLM's own ------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _RankMemory:
+class _RankMemory(NamedTuple):
     used: int | None
     free: int | None
     mapped: int | None
@@ -114,8 +114,7 @@ def _read_memory(worker: Any) -> _RankMemory:  # noqa: ARG001  (collective_rpc p
 
 
 def _empty_cache(worker: Any) -> None:  # noqa: ARG001
-    if current_platform.is_cuda_alike():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _parameters(worker: Any) -> list[tuple[str, torch.Tensor]]:
@@ -161,9 +160,10 @@ def _reload_over_nan(worker: Any, *args: Any, **kwargs: Any) -> Any:
 def _find_nan(worker: Any) -> list[str]:
     parameters = _parameters(worker)
     unborn = [name for name, data in parameters if data.is_meta]  # a reload broke before it came to them
-    parameters = [(name, data) for name, data in parameters if not data.is_meta]
-    holes = torch.stack([data.isnan().any() for _, data in parameters]).tolist() if parameters else []
-    return [*unborn, *(name for (name, _), hole in zip(parameters, holes, strict=True) if hole)]
+    born = {name: data.isnan().any() for name, data in parameters if not data.is_meta}
+    # All in one, for each look at a value waits for the device.
+    holes = torch.stack([*born.values()]).tolist() if born else []
+    return [*unborn, *compress(born, holes)]
 
 
 # -- the adapter ----------------------------------------------------------------------------------
@@ -259,12 +259,12 @@ class VllmInprocess:
     def _find_requests(self) -> Iterable[Found]:
         seen = set()
         for state in self._states.values():
-            parent = state.parent_req
-            engine_id = parent.request_id if parent else state.request_id
+            engine_id = _engine_id(state)
             if engine_id not in seen:
                 seen.add(engine_id)
+                samples = state.parent_req.n if state.parent_req else 1
                 delta = state.output_kind == RequestOutputKind.DELTA
-                yield Found(state.external_req_id, engine_id, parent.n if parent else 1, delta)
+                yield Found(state.external_req_id, engine_id, samples, delta)
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class VllmInprocess:
         arrival = given.pop("arrival_time", None)
         if arrival is None:
             arrival = (prompt.get("arrival_time") if isinstance(prompt, dict) else None) or time.time()
-        if self._last_params is None or params != self._last_params:
+        if params != self._last_params:
             self._last_params = _snapshot(params)
         return Call(
             request_id=request_id,
@@ -318,10 +318,13 @@ class VllmInprocess:
                 call.request_id, prompt, call.params, arrival_time=call.arrival_time, **call.options
             )
         except Exception as error:
-            if call.request_id in self._engine.output_processor.external_req_ids:
-                self._engine.abort_request([call.request_id])
+            # By internal ids, as ever: an abort by the caller's id would leave the parent of samples behind.
+            left = [found.engine_id for found in self._find_requests() if found.request_id == call.request_id]
+            if left:
+                self.abort(left)
             raise _as_value_error(error) from error
-        return engine_id or self._engine.output_processor.external_req_ids[call.request_id][-1]
+        # A release that doesn't say: the newest state is of this request, or of its last sample.
+        return engine_id or _engine_id(next(reversed(self._states.values())))
 
     def step(self) -> list[Any]:
         """`LLMEngine.step`: schedule, execute, detokenize."""
@@ -549,6 +552,12 @@ def _has(engine: Any, path: str) -> bool:
     return True
 
 
+def _engine_id(state: Any) -> str:
+    """The internal id of the request that a state of the front end belongs to: a sample's is its parent's."""
+    engine_id: str = (state.parent_req or state).request_id
+    return engine_id
+
+
 def _as_value_error(error: Exception) -> Exception:
     """Whatever class a release gives to a bad argument, it leaves here as a ValueError."""
     return ValueError(str(error)) if isinstance(error, _BAD_ARGUMENT) else error
@@ -598,19 +607,16 @@ def _total(values: Iterable[int | None]) -> int | None:
 
 def _resident_bytes() -> int | None:
     try:
-        import resource
-
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
-    except (ImportError, OSError):
+    except OSError:  # not on Linux
         return None
 
 
 def doctor() -> list[tuple[str, str]]:
     """Lines for `lifecycle doctor`: versions, and what this release of vLLM has of what is used."""
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
 
-    homes = {"LLMEngine": LLMEngine, "EngineCore": EngineCore, "Scheduler": Scheduler, "Executor": Executor}
+    homes = {"LLMEngine": LLMEngine, "Scheduler": Scheduler}
     surface = {
         "LLMEngine.sleep": "nothing can sleep",
         "LLMEngine.wake_up": "nothing can wake",
