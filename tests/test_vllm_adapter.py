@@ -813,7 +813,7 @@ def test_validation_passes_on_what_the_release_takes(adapter):
     assert fake.log == []
 
 
-def test_asnapshot_of_parameters_shares_nothing_that_changes(adapter):
+def test_a_snapshot_of_parameters_shares_nothing_that_changes(adapter):
     """Containers are copied, empty ones shared only where the engine clones them before it changes them."""
     import msgspec
     from vllm import SamplingParams
@@ -1095,6 +1095,39 @@ def test_a_copied_output_stays_as_it_was(adapter):
         "r", outputs=object(), prompt_token_ids=[9], num_cached_tokens=0, finished=True
     )
     assert engine.copy_output(pooled) is pooled
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_two_outputs_of_a_slow_consumer_become_one(adapter, delta):
+    """Deltas are joined, sample by sample, with their log probabilities; else the later one stands."""
+    from vllm import CompletionOutput, PoolingRequestOutput, RequestOutput
+
+    engine = adapter.VllmInprocess(FakeEngine())
+
+    def output(samples, *, finished):
+        made = [
+            CompletionOutput(index, text, [token], 0.0, [{token: None}]) for index, text, token in samples
+        ]
+        return RequestOutput("r", "p", [9], None, made, finished=finished)
+
+    merged = engine.merge_outputs(
+        output([(0, "a", 1), (1, "b", 2)], finished=False),
+        output([(0, "c", 3), (2, "d", 4)], finished=True),
+        delta=delta,
+    )
+    assert merged.finished
+    assert {
+        sample.index: (sample.text, sample.token_ids, len(sample.logprobs)) for sample in merged.outputs
+    } == {
+        0: ("ac", [1, 3], 2) if delta else ("c", [3], 1),
+        1: ("b", [2], 1),
+        2: ("d", [4], 1),
+    }
+    pooled = [
+        PoolingRequestOutput("r", outputs=n, prompt_token_ids=[9], num_cached_tokens=0, finished=True)
+        for n in range(2)
+    ]
+    assert engine.merge_outputs(*pooled, delta=delta) is pooled[1]
 
 
 # -- the doctor ----------------------------------------------------------------------------------------
