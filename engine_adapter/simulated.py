@@ -705,7 +705,8 @@ class SimulatedEngine:
         """Return a snapshot that shares no list with the engine."""
         return _snapshot(output)
 
-    def merge_outputs(self, earlier: RequestOutput, later: RequestOutput, *, delta: bool) -> RequestOutput:
+    @staticmethod
+    def merge_outputs(earlier: RequestOutput, later: RequestOutput, *, delta: bool) -> RequestOutput:
         """Join the tokens of deltas; otherwise replace each sample by its later state."""
         samples = {sample.index: sample for sample in earlier.outputs}
         for sample in later.outputs:

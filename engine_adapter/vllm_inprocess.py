@@ -389,7 +389,8 @@ class VllmInprocess:
                 sample.logprobs = sample.logprobs[:]
         return snapshot
 
-    def merge_outputs(self, earlier: Any, later: Any, *, delta: bool) -> Any:
+    @staticmethod
+    def merge_outputs(earlier: Any, later: Any, *, delta: bool) -> Any:
         """As vLLM's own asynchronous front end merges them; a pooling output comes only once."""
         if not isinstance(later.outputs, list):
             return later

@@ -338,7 +338,7 @@ class AsyncLifecycle:
             priority=priority,
         )
         owner = self._owner
-        stream = _Stream(core.engine_merge, sampling_params)
+        stream = _Stream(core.merge_outputs, sampling_params)
 
         def admit() -> str:
             return owner.admit(stream, request_id, prompt, sampling_params, options)

@@ -157,7 +157,7 @@ class Core:
         """Take over an engine in whatever condition it really is."""
         self._engine: Engine | None = engine
         self._step, self._has_work = engine.step, engine.has_work
-        self._merge = engine.merge_outputs
+        self.merge_outputs = engine.merge_outputs  # without the engine, so that outputs outlive it
         self.capabilities = engine.capabilities
         self.unaborted: dict[str, str] = {}
         condition = self.condition()
@@ -184,11 +184,6 @@ class Core:
         if self._engine is None:
             raise InternalError("an engine call in a state that has no engine")
         return self._engine
-
-    @property
-    def engine_merge(self) -> Callable[..., Any]:
-        """How two outputs of a request become one; see `Engine.merge_outputs`."""
-        return self._merge
 
     def read(self, name: str, kind: type[_Answer]) -> _Answer:
         """What the engine answers now to the read of that name. An answer of another kind raises."""

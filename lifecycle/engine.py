@@ -224,12 +224,13 @@ class Engine(Protocol):
     def copy_output(self, output: Any) -> Any:
         """A snapshot of an output: no list shared with the engine."""
 
-    def merge_outputs(self, earlier: Any, later: Any, *, delta: bool) -> Any:
+    @staticmethod
+    def merge_outputs(earlier: Any, later: Any, *, delta: bool) -> Any:
         """Two outputs of one request as one: a consumer had not taken the earlier one yet.
 
         Both are snapshots, and may be used up. delta: the output kind, so that tokens are
-        joined; else the later one stands for both, sample by sample. Called from another
-        thread than everything else, so it touches no engine.
+        joined; else the later one stands for both, sample by sample. Without the engine:
+        called from another thread than everything else, and also after its end.
         """
 
     def count_tokens(self, output: Any) -> int:

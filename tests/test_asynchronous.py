@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import uvloop
@@ -179,7 +180,7 @@ async def test_samples_of_a_slow_stream_are_kept_apart():
 async def test_an_engine_that_cannot_merge_costs_one_stream():
     """Its consumer is told, the request is aborted, and nobody else notices."""
     async with House() as house:
-        house.life._owner.core._merge = lambda *_, **__: 1 / 0
+        house.life._owner.core.merge_outputs = lambda *_, **__: 1 / 0
         outputs = house.life.generate(*ask("slow", LONG), "slow")
         await anext(outputs)
         other = asyncio.create_task(read(house.life, "other", kind=OutputKind.FINAL_ONLY))
@@ -1121,3 +1122,19 @@ async def test_a_fork_is_told_to_all_that_live():
     engine_thread.core.forked = False
     asynchronous._abandon(engine_thread)
     await asyncio.to_thread(engine_thread.thread.join, 5)
+
+
+async def test_a_recovery_waits_for_nothing_of_the_old_engine():
+    """Streams that live through it keep no reference to the engine that failed."""
+    async with House() as house:
+        await house.life.sleep(1)
+        held = asyncio.create_task(read(house.life, "r"))
+        await until(lambda: house.life.snapshot().held)
+        house.engine.faults.add("wake_up", raises=RuntimeError("no"))
+        with pytest.raises(EngineFailed):
+            await house.life.wake_up()
+        old = weakref.ref(house.engines.pop())
+        await house.life.recover()
+        gc.collect()
+        assert old() is None
+        assert await held == (right("r"), "length")
