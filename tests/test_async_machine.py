@@ -51,7 +51,18 @@ REFUSALS = {"IllegalCall", "AdmissionClosed", "WeightsNotValid", "Closed", "Engi
 BREAKS = {"EngineFailed", "CacheNotReset", "WakeFailed", "ReleaseFailed", "ScriptedFault", "DrainCancelled"}
 RAISED = "raised"
 HANGS = ("add", "step", "abort", "sleep", "wake_up", "call", "pause_scheduling", "resume_scheduling")
-MOVES = st.lists(st.sampled_from(["tick", "turn", "turn", "rest"]), max_size=3)
+# What happens between this call and the next: nothing, or moves of the loop and of the thread.
+MOVES = st.sampled_from(
+    [
+        (),
+        ("tick",),
+        ("tick", "turn"),
+        ("tick", "turn", "tick"),
+        ("tick", "turn", "tick", "turn"),
+        ("turn", "tick"),
+        ("rest",),
+    ]
+)
 
 
 def reference(asked, sample, contents, *, stop):
@@ -75,6 +86,10 @@ class Caller:
     def __repr__(self):
         return f"{self.name}{self.about}"
 
+    @property
+    def kind(self):
+        return self.name
+
 
 class Consumer(Caller):
     """A task that reads one stream.
@@ -89,6 +104,10 @@ class Consumer(Caller):
         self.gate = asyncio.Semaphore(0) if slow else None
         self.reads = True  # it waits for the stream, and not for the gate
         self.left = False
+
+    @property
+    def kind(self):
+        return "generate"
 
 
 class AsyncMachine(RuleBasedStateMachine):
@@ -233,14 +252,14 @@ class AsyncMachine(RuleBasedStateMachine):
 
     # -- tasks -----------------------------------------------------------------------------------------
 
-    def spawn(self, caller, coroutine):
-        caller.task = self.bench.spawn(self.live(caller, coroutine))
+    def spawn(self, caller, make):
+        caller.task = self.bench.spawn(self.live(caller, make))
         self.by_task[caller.task] = caller
         (self.consumers if isinstance(caller, Consumer) else self.callers).append(caller)
 
-    async def live(self, caller, coroutine):
+    async def live(self, caller, make):
         try:
-            caller.report = await coroutine
+            caller.report = await make(self.bench.life)
             caller.came = FINE
         except asyncio.CancelledError:
             caller.came = "cancelled"
@@ -250,7 +269,7 @@ class AsyncMachine(RuleBasedStateMachine):
 
     def call(self, name, must, make, moves=(), **about):
         caller = Caller(name, must, **about)
-        self.spawn(caller, make(self.bench.life))
+        self.spawn(caller, make)
         self.move(moves)
         return caller
 
@@ -348,7 +367,7 @@ class AsyncMachine(RuleBasedStateMachine):
         consumer = Consumer(name, self.must_admit, how, self.ids % 3 + 1, slow=slow)
         self.requests.ask(name, prompt, options, self.contents())
         params = SamplingParams(**{**options, "output_kind": OutputKind(options["output_kind"])})
-        self.spawn(consumer, self.consume(consumer, prompt, params))
+        self.spawn(consumer, lambda life: self.consume(consumer, prompt, params))
         return consumer
 
     async def consume(self, consumer, prompt, params):
@@ -407,7 +426,7 @@ class AsyncMachine(RuleBasedStateMachine):
             self.turn()
             self.bench.tick()
 
-    @rule(moves=st.lists(st.sampled_from(["tick", "turn"]), min_size=1, max_size=6))
+    @rule(moves=MOVES)
     def interleave(self, moves):
         self.move(moves)
 
@@ -420,9 +439,13 @@ class AsyncMachine(RuleBasedStateMachine):
     def cancel(self, data, most, moves):
         """Any task, wherever it stands."""
         for _ in range(most):
-            caller = data.draw(st.sampled_from(self.pending()))
+            kinds = sorted({each.kind for each in self.pending() if not each.task.done()})
+            if not kinds:
+                break
+            kind = data.draw(st.sampled_from(kinds))
+            caller = data.draw(st.sampled_from([each for each in self.pending() if each.kind == kind]))
             if caller.task.cancel():
-                self.cancelled[caller.name if caller in self.callers else "generate"] += 1
+                self.cancelled[kind] += 1
         self.move(moves)
 
     # -- sleep and wake --------------------------------------------------------------------------------
@@ -449,7 +472,7 @@ class AsyncMachine(RuleBasedStateMachine):
 
         caller = Caller(name, aborts, **options)
         caller.began = began
-        self.spawn(caller, make(self.bench.life))
+        self.spawn(caller, make)
         self.move(moves)
 
     @rule(options=strategies.sleeps(), times=st.sampled_from([1, 1, 1, 2, 3]), moves=MOVES)
@@ -555,22 +578,23 @@ class AsyncMachine(RuleBasedStateMachine):
         ][which]
         self.call(name, lambda world: must, make, moves)
 
-    @rule(since=st.sampled_from([None, 0]))
-    def listen(self, since):
-        async def events(life):
-            last = None
-            async for event in life.events(since):
+    @rule(what=st.sampled_from([None, 0, *State]), moves=MOVES)
+    def watch(self, what, moves):
+        """The events from now on or from the first, or a state."""
+
+        async def listen(life):
+            last = what
+            async for event in life.events(what):
                 if event["event"] == "missed":
-                    last = None
+                    last += event["count"]
                 else:
                     assert last is None or event["seq"] == last + 1
                     last = event["seq"]
 
-        self.call("listen", None, events)
-
-    @rule(state=st.sampled_from(State), moves=MOVES)
-    def wait_for(self, state, moves):
-        self.call("wait_for", None, lambda life: life.wait_for(state), moves)
+        if isinstance(what, State):
+            self.call("wait_for", None, lambda life: life.wait_for(what), moves)
+        else:
+            self.call("listen", None, listen, moves)
 
     # -- what goes wrong -------------------------------------------------------------------------------
 
@@ -630,7 +654,7 @@ class AsyncMachine(RuleBasedStateMachine):
 
         caller = Caller("close", must, drain=drain, timeout=timeout)
         caller.began = lambda world: None
-        self.spawn(caller, self.bench.life.close(drain=drain, timeout=timeout))
+        self.spawn(caller, lambda life: life.close(drain=drain, timeout=timeout))
         self.move(moves)
 
     @precondition(lambda self: self.bench.life._gone)
@@ -702,8 +726,9 @@ class AsyncMachine(RuleBasedStateMachine):
             self.sound()
         assert [each for each in self.consumers if each.task is not None] == []
         assert self.requests.lost() == [] or self.closing
-        gc.collect()
-        self.rest()
+        if life._streams:  # of iterators that were dropped
+            gc.collect()
+            self.rest()
         assert not life._streams
         assert life.get_num_unfinished_requests() == 0
         if not life._gone:
@@ -713,7 +738,7 @@ class AsyncMachine(RuleBasedStateMachine):
         assert bench.baton.over
         assert self.pending() == []
         assert bench.owner._streams == {}
-        assert bench.baton.inbox.empty()
+        assert [each for each in bench.baton.inbox.commands if each.answer is not None] == []
         bench.put_away()
 
     def serve_again(self):
