@@ -218,7 +218,7 @@ def await_points():
             lines = range(node.lineno, node.body[0].lineno)
         kinds = {ast.Await: "await", ast.AsyncFor: "async for", ast.AsyncWith: "async with", ast.Yield: "yield"}
         if kind := kinds.get(type(node)):
-            what = ast.get_source_segment(text, node).splitlines()[0]
+            what = ast.get_source_segment(text, node).splitlines()[0].split("  #")[0]
             points[function, kind, what, node.lineno] = lines
         for child in ast.iter_child_nodes(node):
             visit(child, function)
@@ -242,18 +242,21 @@ def stands_at(*awaitables):
             frame, inner = found.cr_frame, found.cr_await
         elif isinstance(found, AsyncGeneratorType):
             frame, inner = found.ag_frame, found.ag_await
-        else:  # what `anext` and `aclose` make has no name: the generator is inside
-            kinds = (CoroutineType, AsyncGeneratorType)
-            left += [each for each in gc.get_referents(found) if isinstance(each, kinds) or "async_generator" in type(each).__name__]
+        else:  # what `anext` and `aclose` make: the generator is inside
+            left += [each for each in gc.get_referents(found) if _may_stand(each)]
             continue
-        if frame is None or frame.f_lasti < 0:
+        if frame is None:
             continue
         left.append(inner)
-        if frame.f_code.co_filename == str(SOURCE):
+        left += [each for each in frame.f_locals.values() if isinstance(each, AsyncGeneratorType)]
+        started = frame.f_lineno != frame.f_code.co_firstlineno
+        if started and frame.f_code.co_filename == str(SOURCE):
             places.append((frame.f_code.co_qualname, frame.f_lineno))
-            if inner is None:  # it has yielded; what it iterates over has too
-                left += [each for each in frame.f_locals.values() if isinstance(each, AsyncGeneratorType)]
     return places
+
+
+def _may_stand(found):
+    return isinstance(found, (CoroutineType, AsyncGeneratorType)) or "async_gen" in type(found).__name__
 
 
 def point_of(place, points):
