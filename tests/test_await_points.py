@@ -52,8 +52,9 @@ async def block(life):
 
 
 async def listen(life):
-    async for _ in life.events(0):
-        await asyncio.sleep(0)
+    async with contextlib.aclosing(life.events(0)) as events:
+        async for _ in events:
+            await asyncio.sleep(0)
 
 
 async def closes(life, **options):
