@@ -446,6 +446,7 @@ class AsyncMachine(RuleBasedStateMachine):
             caller = data.draw(st.sampled_from([each for each in self.pending() if each.kind == kind]))
             if caller.task.cancel():
                 self.cancelled[kind] += 1
+                self.reached.outcomes["cancelled while", self.bench.life.state.value] += 1
         self.move(moves)
 
     # -- sleep and wake --------------------------------------------------------------------------------
@@ -481,10 +482,38 @@ class AsyncMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.sleep_as("sleep", lambda life: life.sleep(**options), moves, pause=False, **options)
 
-    @rule(mode=st.sampled_from(["wait", "wait_all"]), moves=MOVES)
-    def sleep_soundly(self, mode, moves):
-        options = {"level": 1, "mode": mode}
-        self.sleep_as("sleep", lambda life: life.sleep(**options), moves, pause=False, **options)
+    @precondition(lambda self: self.bench.life.state in (State.AWAKE, State.RUNNING) and not self.bench.baton.hang)
+    @rule(
+        mode=st.sampled_from(["wait", "wait_all"]),
+        level=st.sampled_from([0, 1, 1, 2]),
+        limit=st.sampled_from([{}, {}, {"max_steps": 4, "on_timeout": "raise"}]),
+        seed=st.integers(0, 7),
+        then=st.sampled_from(["nothing", "nothing", "join", "cancel", "close", "visit", "wake"]),
+    )
+    def drain(self, mode, level, limit, seed, then):
+        """A drain of several requests that just began, and what may come to it."""
+        options = {"max_tokens": 20, "n": 1, "seed": seed, "stop": None, "output_kind": seed % 3}
+        for _ in range(3):
+            self.ids += 1
+            self.ask(f"r{self.ids}", [1, 2, seed + 1], options)
+        self.move(["tick", "turn", "tick"])
+        asked = {"level": level, "mode": mode, **limit}
+
+        def sleep(*moves):
+            self.sleep_as("sleep", lambda life: life.sleep(**asked), moves, pause=False, **asked)
+
+        sleep("tick", "turn")
+        if then == "join":
+            sleep("tick", "turn")
+        elif then == "cancel":
+            self.cancelled["sleep"] += self.callers[-1].task.cancel()
+        elif then == "close":
+            self.close_once(drain=True, timeout=None, moves=["tick", "turn"])
+        elif then == "visit":
+            self.ids += 1
+            self.ask(f"r{self.ids}", [1, 2, 3], options)
+        elif then == "wake":
+            self.wake(order=(None,), moves=("tick", "turn"))
 
     @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]), clear=st.booleans(), moves=MOVES)
     def pause(self, mode, clear, moves):
