@@ -283,7 +283,9 @@ class EngineThread:
     def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
         asked, core = (*asked, *sorted(limits.items())), self._core()
-        if self._sleep is not None and core.transition is not self._sleep:  # a command before this one ended it
+        if (
+            self._sleep is not None and core.transition is not self._sleep
+        ):  # a command before this one ended it
             self._advance(self._sleep)
         if self._sleep is None or asked != self._asked:
             sleep = core.begin_sleep(*asked[:2], **limits)

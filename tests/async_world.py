@@ -216,7 +216,12 @@ def await_points():
         lines = range(node.lineno, node.end_lineno + 1) if hasattr(node, "lineno") else range(0)
         if isinstance(node, (ast.AsyncFor, ast.AsyncWith)):
             lines = range(node.lineno, node.body[0].lineno)
-        kinds = {ast.Await: "await", ast.AsyncFor: "async for", ast.AsyncWith: "async with", ast.Yield: "yield"}
+        kinds = {
+            ast.Await: "await",
+            ast.AsyncFor: "async for",
+            ast.AsyncWith: "async with",
+            ast.Yield: "yield",
+        }
         if kind := kinds.get(type(node)):
             what = ast.get_source_segment(text, node).splitlines()[0].split("  #")[0]
             points[function, kind, what, node.lineno] = lines

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, note, seed, settings
@@ -42,7 +43,7 @@ from lifecycle.testing.strategies import ScriptedFault
 from tests import report
 from tests.async_world import Bench
 from tests.machine import Reached
-from tests.oracle import FINE, INVALID, LATE, NOTHING, REFUSED, WEIGHTS, Physical, Requests, World
+from tests.oracle import FINE, INVALID, LATE, NOTHING, REFUSED, Physical, Requests, World
 
 TIMES = int(os.environ.get("MACHINE_TIMES", "1"))
 pytestmark = pytest.mark.timeout(600 * TIMES)
@@ -112,7 +113,7 @@ class Consumer(Caller):
 
 class AsyncMachine(RuleBasedStateMachine):
     reached = Reached()
-    cancelled = Counter()
+    cancelled: ClassVar = Counter()
 
     @initialize(
         options=strategies.engine_options(), held=st.sampled_from([None, None, None, 2]), dummy=st.booleans()
@@ -295,7 +296,11 @@ class AsyncMachine(RuleBasedStateMachine):
 
     def judge_caller(self, caller):
         if caller.ran is None:  # it never came to the thread
-            assert caller.name in ("listen", "wait_for") or caller.came in (FINE, "Closed", "InvalidArgument"), caller.why
+            assert caller.name in ("listen", "wait_for") or caller.came in (
+                FINE,
+                "Closed",
+                "InvalidArgument",
+            ), caller.why
             assert caller.came != "Closed" or self.bench.life._gone, f"{caller}: {caller.why}"
         elif caller.name in ("sleep", "pause") and caller.ran == FINE:
             self.judge_sleeper(caller)
@@ -303,7 +308,9 @@ class AsyncMachine(RuleBasedStateMachine):
             assert caller.came == FINE, f"{caller} came to {caller.why}"
             assert self.bench.baton.over
         else:
-            assert caller.came == caller.ran, f"{caller} was {caller.ran} in the thread, and came to {caller.why}"
+            assert caller.came == caller.ran, (
+                f"{caller} was {caller.ran} in the thread, and came to {caller.why}"
+            )
 
     def judge_sleeper(self, caller):
         about = caller.about
@@ -482,7 +489,9 @@ class AsyncMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.sleep_as("sleep", lambda life: life.sleep(**options), moves, pause=False, **options)
 
-    @precondition(lambda self: self.bench.life.state in (State.AWAKE, State.RUNNING) and not self.bench.baton.hang)
+    @precondition(
+        lambda self: self.bench.life.state in (State.AWAKE, State.RUNNING) and not self.bench.baton.hang
+    )
     @rule(
         mode=st.sampled_from(["wait", "wait_all"]),
         level=st.sampled_from([0, 1, 1, 2]),
@@ -529,7 +538,9 @@ class AsyncMachine(RuleBasedStateMachine):
     @rule(order=strategies.wake_orders(), moves=MOVES)
     def wake(self, order, moves):
         for tags in order:
-            self.call("wake_up", self.unless_busy(World.may_wake), lambda life, tags=tags: life.wake_up(tags), moves)
+            self.call(
+                "wake_up", self.unless_busy(World.may_wake), lambda life, tags=tags: life.wake_up(tags), moves
+            )
 
     @rule(moves=MOVES)
     def resume(self, moves):
@@ -580,7 +591,9 @@ class AsyncMachine(RuleBasedStateMachine):
         """Only where it is true."""
         world = self.world()
         if world.loaded and not world.tainted:
-            self.call("mark", self.unless_busy(World.may_mark), lambda life: life.mark_weights_loaded("v"), ["rest"])
+            self.call(
+                "mark", self.unless_busy(World.may_mark), lambda life: life.mark_weights_loaded("v"), ["rest"]
+            )
 
     @rule(name=st.sampled_from(["reset", "prepare", "apply", "release_kv"]), moves=MOVES)
     def other(self, name, moves):
@@ -659,7 +672,12 @@ class AsyncMachine(RuleBasedStateMachine):
             self.fault = None
         return self.unless_busy(World.may_recover)(world)
 
-    @rule(drain=st.booleans(), timeout=st.sampled_from([None, None, 0.0, 3600.0]), wanted=st.integers(0, 5), moves=MOVES)
+    @rule(
+        drain=st.booleans(),
+        timeout=st.sampled_from([None, None, 0.0, 3600.0]),
+        wanted=st.integers(0, 5),
+        moves=MOVES,
+    )
     def close(self, drain, timeout, wanted, moves):
         if wanted:
             return
@@ -671,8 +689,12 @@ class AsyncMachine(RuleBasedStateMachine):
             if not world.closed:
                 patient = drain and timeout != 0.0
                 core, asked = self.bench.core, dict(self.asked[1:])
-                waits = asked.get("mode") in ("wait", "wait_all") and asked.get("on_timeout", "raise") == "raise"
-                drains = core.state in (State.AWAKE, State.RUNNING) or (core.state is State.DRAINING and waits)
+                waits = (
+                    asked.get("mode") in ("wait", "wait_all") and asked.get("on_timeout", "raise") == "raise"
+                )
+                drains = core.state in (State.AWAKE, State.RUNNING) or (
+                    core.state is State.DRAINING and waits
+                )
                 if not (patient and (drains or self.closing)):
                     self.closing = "impatient"
                 self.closing = self.closing or "patient"
@@ -716,7 +738,9 @@ class AsyncMachine(RuleBasedStateMachine):
             frozen = each.name in core.ledger.in_flight and not serving
             assert each.name in core.ledger.held or frozen, f"nobody will end {each}"
         open_ones = [each for each in self.consumers if each.task is not None]
-        assert len(life._streams) <= len(open_ones) + len([e for e in self.consumers if e.how in ("reads", "drops")])
+        assert len(life._streams) <= len(open_ones) + len(
+            [e for e in self.consumers if e.how in ("reads", "drops")]
+        )
 
     def teardown(self):
         """However a run ends: the way back to service is open, and everybody comes to an end."""
@@ -728,7 +752,7 @@ class AsyncMachine(RuleBasedStateMachine):
         finally:
             self.bench.put_away()
 
-    def end(self):
+    def end(self):  # noqa: C901  (the end of a run, step by step)
         bench, life = self.bench, self.bench.life
         for engine in bench.engines:
             engine.faults.clear()
@@ -738,7 +762,9 @@ class AsyncMachine(RuleBasedStateMachine):
         self.sound()
         if not life._gone:
             self.serve_again()
-            last = self.ask("last", [1, 2, 3], {"max_tokens": 3, "n": 1, "seed": 1, "stop": None, "output_kind": 0})
+            last = self.ask(
+                "last", [1, 2, 3], {"max_tokens": 3, "n": 1, "seed": 1, "stop": None, "output_kind": 0}
+            )
             for each in self.consumers:
                 if each.gate is not None:
                     for _ in range(100):
@@ -777,7 +803,9 @@ class AsyncMachine(RuleBasedStateMachine):
         self.call("resume", self.unless_busy(World.may_wake), lambda life: life.resume_generation(), ["rest"])
         self.call("wake_up", self.unless_busy(World.may_wake), lambda life: life.wake_up(), ["rest"])
         if core.state is State.PARTIALLY_AWAKE:
-            self.call("reload", self.unless_busy(World.may_load), lambda life: life.reload_weights(), ["rest"])
+            self.call(
+                "reload", self.unless_busy(World.may_load), lambda life: life.reload_weights(), ["rest"]
+            )
         if core.state is State.SLEEPING:
             self.call("wake_up", self.unless_busy(World.may_wake), lambda life: life.wake_up(), ["rest"])
         assert core.state in (State.AWAKE, State.RUNNING), core.snapshot()

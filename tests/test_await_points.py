@@ -4,7 +4,7 @@ The points are read from the source, so a new one is swept or named in `NEVER` b
 scenario is run again and again, and its task cancelled one move of the loop or of the thread later each time
 (`tests/async_world.py`), until it comes to its end first: so it is cancelled everywhere that it ever stands.
 What must hold after each: the task is over, nothing of it is left (no stream, no request in the engine, no
-command, no drain), a bystander's stream brings its own tokens to the end, and the lifecycle serves and closes.
+command, no drain), a bystander's stream brings its own tokens, and the lifecycle serves and closes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine, expected_tokens
+from engine_adapter.simulated import SamplingParams, SimulatedEngine, expected_tokens
 from lifecycle import State
 from tests import report
 from tests.async_world import Bench, await_points, point_of, stands_at
@@ -78,7 +78,9 @@ def serving(bench):
 def asleep(level, bench):
     """The bystander's is frozen, or never started."""
     other = serving(bench)
-    task = bench.spawn(bench.life.pause_generation(mode="keep") if level is None else bench.life.sleep(level, "keep"))
+    task = bench.spawn(
+        bench.life.pause_generation(mode="keep") if level is None else bench.life.sleep(level, "keep")
+    )
     bench.rest()
     task.result()
     return other
