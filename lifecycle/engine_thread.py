@@ -278,7 +278,9 @@ class EngineThread:
         name = stream.request_id
         if name is not None and self._streams.get(name) is stream:
             del self._streams[name]
-            self._core().abort_request([name])
+            core = self._core()
+            core.abort_request([name])
+            self._collect(core)  # before its id is used again: that it was lost is said by its id
 
     def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""

@@ -1,4 +1,4 @@
-"""A Hypothesis machine over `AsyncLifecycle`: every call, by many tasks at once, each cancelled at any moment.
+"""A Hypothesis machine over `AsyncLifecycle`: calls of many tasks at once, each cancelled at any moment.
 
 The engine's thread and the event loop move only when a rule says so (`tests/async_world.py`), so a run is the
 same every time. What each call must come to is judged by the oracle when the thread runs it: the oracle is

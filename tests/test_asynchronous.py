@@ -940,6 +940,16 @@ def test_a_failure_is_told_even_if_recovery_follows_at_once(bench):
     assert task.done()
 
 
+def test_an_id_is_used_again_in_the_turn_in_which_it_was_given_up(bench):
+    """The end of the first is not that of the second."""
+    bench.run(bench.life.start())
+    first = in_flight(bench)
+    first.cancel()
+    bench.tick()
+    [again] = at_once(bench, read(bench.life, "r"))
+    assert again == (right("r"), "length")
+
+
 def test_nobody_joins_the_drain_of_a_close(bench):
     """It is refused, though it is what was asked for last: that one was over long ago."""
     bench.run(bench.life.start())
