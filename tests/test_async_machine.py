@@ -850,7 +850,7 @@ def test_any_calls_by_many_tasks_at_once():
     """No interleaving of calls and cancellations loses a token, orphans a drain or leaves anything behind."""
     reached = Reached()
     AsyncMachine.cancelled.clear()
-    run(reached, examples=200, steps=50)
+    run(reached, examples=100, steps=50)
     section = f"asynchronous machine: {reached.examples} runs, {reached.steps} commands"
     taken = len(RULES) - len(reached.missing())
     report.say(section, f"rows of the table taken: {taken} of {len(RULES)}")
