@@ -189,8 +189,6 @@ class AsyncLifecycle:
         self._owner.submit(lambda: self._owner.close(answer, drain=drain, timeout=timeout), answer)
         with contextlib.suppress(Closed):  # it was, before this came to the thread
             await answer
-        while not self._gone:
-            await self._change()
 
     async def __aenter__(self) -> Self:
         return await self.start()

@@ -1082,7 +1082,7 @@ class Core:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A call that changes nothing the machine knows of. Its exceptions are the caller's to see."""
-        if name in table.OWN_CALLS:
+        if name in table.OWN_CALLS and self.state is not State.CLOSED:
             self.refuse(IllegalCall, name, f"it would go behind the machine; use the lifecycle's own {name}")
         self.require(name)
         return self.run(name, lambda: self.engine.call(name, *args, **kwargs), passes=(Exception,))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from lifecycle.audit import EventLog
 from lifecycle.core import Core
 from lifecycle.engine import Engine
-from lifecycle.errors import Closed, InternalError, LifecycleError
+from lifecycle.errors import Closed, DrainStalled, InternalError, LifecycleError
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import State
@@ -167,6 +167,8 @@ class EngineThread:
             if self._inbox.empty():
                 break
             self._execute(self._inbox.get())
+            if core.failure is not self._failure:  # the next command may be the one that recovers
+                self._collect(core)
         if self._sleep is not None:
             self._advance(self._sleep)
         elif core.open and core.ledger.in_flight and not core.ledger.mailbox:
@@ -265,6 +267,7 @@ class EngineThread:
         for name, stream in self._streams.items():
             self._batch.ends.append((stream, error or _closed(name)))
         self._streams.clear()
+        self._sleep = None  # a command that comes too late must not join it
         self._batch.last = True
         self.ended = True
         with contextlib.suppress(Exception):
@@ -293,14 +296,22 @@ class EngineThread:
         name = stream.request_id
         if name is not None and self._streams.get(name) is stream:
             del self._streams[name]
-            self._core().abort_request([name])
+            core = self._core()
+            core.abort_request([name])
+            self._collect(core)  # before its id is used again: that it was lost is said by its id
 
     def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
-        asked = (*asked, *sorted(limits.items()))
+        asked, core = (*asked, *sorted(limits.items())), self._core()
+        if (
+            self._sleep is not None and core.transition is not self._sleep
+        ):  # a command before this one ended it
+            self._advance(self._sleep)
         if self._sleep is None or asked != self._asked:
-            self._sleep = self._core().begin_sleep(*asked[:2], **limits)
-            self._asked = asked
+            sleep = core.begin_sleep(*asked[:2], **limits)
+            if sleep.report is not None:  # there was nothing to do: whoever comes next asks for another
+                return sleep.report
+            self._sleep, self._asked = sleep, asked
         self._sleepers.append(answer)
         return LATER
 
@@ -321,7 +332,7 @@ class EngineThread:
         if report is None and error is None:
             return
         self._sleep = None
-        if error is not None and self._closers:  # it can't be drained
+        if isinstance(error, DrainStalled) and self._closers:  # it can't be drained
             self._close_by = 0.0
         sleepers, self._sleepers = self._sleepers, []
         for answer in sleepers:
@@ -329,7 +340,9 @@ class EngineThread:
 
     def close(self, answer: Any, *, drain: bool, timeout: float | None) -> Any:
         """Admit nothing more, let what is in flight end if asked to, and close. Answered at the end."""
-        core = self._core()
+        core = self.core
+        if core is None:  # the build failed
+            return None
         core.require("close")
         core.max_held = 0
         self._closers.append(answer)
@@ -344,7 +357,7 @@ class EngineThread:
         late = self._close_by is not None and time.monotonic() >= self._close_by
         if self._sleep is None and not late and core.state is State.RUNNING:
             with contextlib.suppress(LifecycleError):
-                self._sleep = core.begin_sleep(0, "wait_all")
+                self._sleep, self._asked = core.begin_sleep(0, "wait_all"), ()  # nobody can join it
         if self._sleep is None or late:
             core.close(shutdown=True)
 

@@ -23,6 +23,7 @@ from lifecycle import (
     AdmissionClosed,
     AsyncLifecycle,
     Closed,
+    DrainCancelled,
     DrainTimeout,
     EngineFailed,
     IllegalCall,
@@ -32,6 +33,7 @@ from lifecycle import (
     State,
     asynchronous,
 )
+from tests.async_world import Bench
 
 LONG = 200
 
@@ -869,6 +871,146 @@ async def test_a_forked_child_is_refused():
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert await read(house.life, "r") == (right("r"), "length")
+
+
+# -- several commands in one turn of the thread ------------------------------------------------------------
+
+
+@pytest.fixture
+def bench():
+    """Its loop and its thread move only when a test says so: what is asked at once comes in one turn."""
+    with_lifecycle = Bench()
+    yield with_lifecycle
+    with_lifecycle.rest()
+    assert with_lifecycle.broken() == []
+    with_lifecycle.put_away()
+
+
+def at_once(bench, *coroutines):
+    """What comes of these, asked in this order before the thread has seen the first."""
+    tasks = [bench.spawn(coroutine) for coroutine in coroutines]
+    bench.rest()
+    assert all(task.done() for task in tasks)
+    return [task.exception() or task.result() for task in tasks]
+
+
+def in_flight(bench, name="r", tokens=20):
+    """A stream whose request is in the engine."""
+    task = bench.spawn(read(bench.life, name, tokens))
+    for _ in range(2):
+        bench.tick()
+        bench.turn()
+    assert bench.life.state is State.RUNNING
+    return task
+
+
+def test_a_sleep_with_nothing_to_do_is_not_answered_with_the_next(bench):
+    """Each gets the report of what it asked for, however close they come."""
+    bench.run(bench.life.start())
+    bench.run(bench.life.sleep(0))
+    same, deeper = at_once(bench, bench.life.sleep(0), bench.life.sleep(1))
+    assert (same.noop, same.level) == (True, 0)
+    assert (deeper.noop, deeper.level) == (False, 1)
+
+
+def test_nobody_joins_a_sleep_that_is_over(bench):
+    """Another command ended it: its own callers are told, and the next is a new one."""
+    bench.run(bench.life.start())
+    task = in_flight(bench)
+    sleep = bench.spawn(bench.life.sleep(1))
+    bench.tick()
+    bench.turn()
+    assert bench.life.state is State.DRAINING
+    bench.engine.faults.add("abort", raises=RuntimeError("broken"))
+    aborted, _, anew = at_once(bench, bench.life.abort("r"), bench.life.recover(), bench.life.sleep(1))
+    assert isinstance(aborted, EngineFailed)
+    assert isinstance(sleep.exception(), DrainCancelled)
+    assert (anew.noop, anew.level) == (False, 1)
+    assert task.done()
+
+
+def test_a_failure_is_told_even_if_recovery_follows_at_once(bench):
+    """The stream raises it, though no turn of the thread ended in FAILED."""
+    bench.run(bench.life.start())
+    task, other = in_flight(bench), bench.spawn(read(bench.life, "other", LONG))
+    bench.tick()
+    bench.turn()
+    bench.engine.faults.add("abort", raises=RuntimeError("broken"))
+    at_once(bench, bench.life.abort("r"), bench.life.recover())
+    assert bench.life.state is State.AWAKE
+    assert isinstance(other.exception(), EngineFailed)
+    assert task.done()
+
+
+def test_an_id_is_used_again_in_the_turn_in_which_it_was_given_up(bench):
+    """The end of the first is not that of the second."""
+    bench.run(bench.life.start())
+    first = in_flight(bench)
+    first.cancel()
+    bench.tick()
+    [again] = at_once(bench, read(bench.life, "r"))
+    assert again == (right("r"), "length")
+
+
+def test_nobody_joins_the_drain_of_a_close(bench):
+    """It is refused, though it is what was asked for last: that one was over long ago."""
+    bench.run(bench.life.start())
+    bench.run(bench.life.sleep(1))
+    bench.run(bench.life.wake_up())
+    in_flight(bench)
+    closing = bench.spawn(bench.life.close())
+    bench.tick()
+    bench.turn()
+    sleep = bench.spawn(bench.life.sleep(1))
+    bench.rest()
+    assert isinstance(sleep.exception(), IllegalCall)
+    assert closing.done()
+
+
+def test_the_deadline_of_a_sleep_is_not_that_of_a_close(bench):
+    """The sleep is rolled back, and the close goes on draining by itself."""
+    bench.run(bench.life.start())
+    task = in_flight(bench)
+    sleep = bench.spawn(bench.life.sleep(1, max_steps=2))
+    bench.tick()
+    bench.turn()
+    closing = bench.spawn(bench.life.close())
+    bench.rest()
+    assert isinstance(sleep.exception(), DrainTimeout)
+    assert closing.done()
+    assert task.result() == (right("r", 20), "length")
+
+
+def test_a_sleep_that_comes_too_late_is_refused(bench):
+    """The thread has ended with the same one under way, and the loop does not know it yet."""
+    bench.run(bench.life.start())
+    in_flight(bench)
+    first, closing = bench.spawn(bench.life.sleep(1)), bench.spawn(bench.life.close(drain=False))
+    bench.tick()
+    late = bench.spawn(bench.life.sleep(1))
+    while not bench.baton.over:
+        bench.turn()
+    bench.rest()
+    assert isinstance(first.exception(), Closed)
+    assert isinstance(late.exception(), Closed)
+    assert closing.done()
+
+
+def test_a_close_during_a_start_that_fails(bench):
+    """There is nothing to close."""
+    bench.build_fault = OSError("no such model")
+    start, close = at_once(bench, bench.life.start(), bench.life.close())
+    assert isinstance(start, OSError)
+    assert close is None
+
+
+def test_the_engines_own_sleep_by_name_is_refused_when_closed(bench):
+    """As closed, and not with a hint at what is not there any more."""
+    bench.run(bench.life.start())
+    bench.run(bench.life.close())
+    for call in (bench.life.call("sleep", 1), bench.life.collective_rpc("sleep", args=(1,))):
+        [refused] = at_once(bench, call)
+        assert isinstance(refused, Closed)
 
 
 # -- events ------------------------------------------------------------------------------------------------
