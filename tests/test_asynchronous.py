@@ -538,19 +538,22 @@ async def test_a_failing_step_reaches_every_stream():
     """Each of 200 keeps what it had and raises EngineFailed with the cause; `recover` serves again."""
     async with House(engine={"max_num_seqs": 64}) as house:
         kept = [[] for _ in range(200)]
+        await house.life.pause_generation()
         tasks = [
             asyncio.create_task(read(house.life, f"r{number}", LONG, OutputKind.DELTA, into=kept[number]))
             for number in range(200)
         ]
-        await until(lambda: house.life.snapshot().in_flight == 200 and all(kept[:64]))
+        await until(lambda: house.life.snapshot().held == 200)
         broken = RuntimeError("broken")
-        house.engine.faults.add("step", raises=broken)
+        house.engine.faults.add("step", at=5, raises=broken)
+        await house.life.resume_generation()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for number, result in enumerate(results):
             assert isinstance(result, EngineFailed)
             assert result.__cause__ is broken
             assert kept[number] == right(f"r{number}", LONG)[: len(kept[number])]
         assert all(kept[:64])
+        assert len(results[0].in_flight) == 200
         assert house.life.state is State.FAILED
         with pytest.raises(EngineFailed):
             await read(house.life, "anew")
