@@ -421,7 +421,8 @@ class AsyncLifecycle:
             pause=True,
         )
         if clear_cache and not report.kept and not report.noop:
-            await self.reset_prefix_cache()
+            with contextlib.suppress(IllegalCall):  # somebody put it into a deeper sleep, which drops the cache
+                await self.reset_prefix_cache()
         return report
 
     async def _sleep(self, call: str, level: int, mode: str, **limits: Any) -> SleepReport:

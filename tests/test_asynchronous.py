@@ -42,7 +42,7 @@ class Paced(SimulatedEngine):
     """Steps take a while, so that others can come in between."""
 
     def step(self):
-        time.sleep(0.0005)
+        time.sleep(0.002)
         return super().step()
 
 
