@@ -421,7 +421,7 @@ class AsyncLifecycle:
             pause=True,
         )
         if clear_cache and not report.kept and not report.noop:
-            with contextlib.suppress(IllegalCall):  # somebody put it into a deeper sleep, which drops the cache
+            with contextlib.suppress(IllegalCall):  # put into a deeper sleep meanwhile: no cache
                 await self.reset_prefix_cache()
         return report
 
