@@ -11,6 +11,7 @@ from tests import report
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 # Where the project is installed its entry point has loaded this one before, under the same name.
 pytest_plugins = ["lifecycle.testing.plugin", "pytester"]
+pytest.register_assert_rewrite("tests.vllm_runs")
 # The project's own CI must never pass because an engine was missing.
 MUST_HAVE_VLLM = os.environ.get("CI") == "true"
 
@@ -66,6 +67,22 @@ def guarded(llm, house):
         house.condemn()
     elif lifecycle.state is not State.CLOSED:
         undo(llm, lifecycle)
+
+
+@pytest.fixture(scope="session")
+def run(house):
+    """The runs of `tests.vllm_runs` that nobody interrupted."""
+    from tests.vllm_runs import Uninterrupted
+
+    return Uninterrupted(house.llm())
+
+
+@pytest.fixture
+def scheduled(llm, monkeypatch):
+    """What each step schedules, as a list of sets of the engine core's request ids."""
+    from tests.vllm_runs import spy_on_schedule
+
+    return spy_on_schedule(llm, monkeypatch)
 
 
 @pytest.fixture

@@ -12,126 +12,33 @@ import pytest
 
 from lifecycle import EngineFailed, IllegalCall, State
 from tests.conftest import undo
-from tests.engines import core, give_batch_queue, model_dir, take_batch_queue, worker
+from tests.engines import core, give_batch_queue, take_batch_queue
+from tests.vllm_runs import (
+    ALONE,
+    CRAMPED,
+    KINDS,
+    LEVELS,
+    MIXED,
+    REQUESTS,
+    Delivered,
+    Recorder,
+    add,
+    assert_same,
+    check_aborted,
+    check_partial,
+    clear,
+    fail_after,
+    four_samples,
+    load_unseen,
+    long_prompts,
+    params,
+    raw,
+    started,
+    submit,
+    times_scheduled,
+)
 
 pytestmark = pytest.mark.vllm
-
-KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
-MIXED = tuple(tuple(KINDS[(index + shift) % 3] for index in range(3)) for shift in range(3))
-ALONE = tuple((kind,) * 3 for kind in KINDS)
-LEVELS = (0, 1, 2)
-CRAMPED = {"max_num_seqs": 2, "num_gpu_blocks_override": 4}  # three blocks of 128 tokens can be used
-
-# On four slots: "two" starts with one of its samples, the other and the last three wait.
-REQUESTS = {
-    "ant": {"max_tokens": 30},
-    "bee": {"max_tokens": 27},
-    "stop": {"max_tokens": 38},
-    "two": {"max_tokens": 26, "n": 2},
-    "cow": {"max_tokens": 28},
-    "dog": {"max_tokens": 26},
-    "elk": {"max_tokens": 29},
-}
-
-
-def params(name, kind, **options):
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=1.0,
-        seed=100 + 10 * list(REQUESTS).index(name) if name in REQUESTS else 7,
-        ignore_eos=True,
-        logprobs=1,
-        output_kind=RequestOutputKind[kind],
-        **options,
-    )
-
-
-def submit(engine, kinds, stop, names=tuple(REQUESTS)):
-    """Add these requests; the kinds of output take turns."""
-    for name in names:
-        options = REQUESTS[name] | ({"stop": [stop]} if name == "stop" else {})
-        kind = kinds[list(REQUESTS).index(name) % 3]
-        engine.add_request(name, f"the story of the {name} begins", params(name, kind, **options))
-
-
-class Delivered:
-    """What a caller was handed, as it was at that moment, by request and sample."""
-
-    def __init__(self):
-        self.seen = defaultdict(list)
-        self.logprobs = defaultdict(list)
-        self.finished = []
-        self.steps = 0
-        self._buffered = []
-
-    def take(self, outputs, *, buffered=False):
-        for output in outputs:
-            assert output.request_id not in self.finished, "an output after the last one"
-            if output.finished:
-                self.finished.append(output.request_id)
-            for sample in output.outputs:
-                key = output.request_id, sample.index
-                self.seen[key].append(view(sample))
-                self.logprobs[key] += logprobs(sample)
-                if buffered:
-                    self._buffered.append((sample, view(sample), logprobs(sample)))
-
-    def finish(self, engine):
-        """Step until all is delivered, then look again at what had waited in the mailbox."""
-        while engine.has_unfinished_requests():
-            lifecycle = getattr(engine, "_core", None)
-            self.take(engine.step(), buffered=lifecycle is not None and bool(lifecycle.ledger.mailbox))
-            self.steps += 1
-        for sample, as_delivered, logprobs_then in self._buffered:
-            assert view(sample) == as_delivered
-            assert logprobs(sample) == logprobs_then
-        return self
-
-    def tokens(self, kinds):
-        """All token ids by request and sample."""
-        result = {}
-        for key, views in self.seen.items():
-            delta = kinds[list(REQUESTS).index(key[0]) % 3] == "DELTA"
-            parts = views if delta else views[-1:]
-            result[key] = [token for ids, *_ in parts for token in ids]
-        return result
-
-    def text(self, kinds, key):
-        delta = kinds[list(REQUESTS).index(key[0]) % 3] == "DELTA"
-        return "".join(text for _, text, *_ in (self.seen[key] if delta else self.seen[key][-1:]))
-
-
-def view(sample):
-    return tuple(sample.token_ids), sample.text, sample.finish_reason, sample.stop_reason
-
-
-def logprobs(sample):
-    return [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
-
-
-def assert_same(got, expected):
-    assert got.seen.keys() == expected.seen.keys()
-    for key, views in expected.seen.items():
-        assert got.seen[key] == views, key
-        pairs = zip(got.logprobs[key], expected.logprobs[key], strict=True)
-        assert max(abs(one - other) for one, other in pairs) <= 1e-4, key
-    assert sorted(got.finished) == sorted(expected.finished)
-
-
-def raw(llm):
-    """The engine behind whatever stands in for it."""
-    return getattr(llm.llm_engine, "_guarded_engine", llm.llm_engine)
-
-
-def load_unseen(llm):
-    """Put the checkpoint's weights back as a trainer does: parameter by parameter, past every guard."""
-    from safetensors.torch import load_file
-
-    model = worker(llm).model_runner.model
-    for item in load_file(model_dir() / "model.safetensors").items():
-        model.load_weights([item])
 
 
 def wake(llm, guarded, level, mode):
@@ -157,99 +64,6 @@ def interrupted(llm, guarded, run, kinds, at, level, mode):
     assert guarded.state is State.AWAKE
     assert guarded.check() == []
     return got, report
-
-
-class Uninterrupted:
-    """Runs on the plain engine, one for each way that the kinds of output are mixed."""
-
-    def __init__(self, llm):
-        self.stop = self._find_stop(llm.llm_engine)
-        self.runs = {}
-        for kinds in (*MIXED, *ALONE):
-            submit(llm.llm_engine, kinds, self.stop)
-            self.runs[kinds] = Delivered().finish(llm.llm_engine)
-        self.steps = self.runs[MIXED[0]].steps
-
-    @staticmethod
-    def _find_stop(engine):
-        """Two plain characters that appear late in what "stop" would say, and not before."""
-        submit(engine, ALONE[2], "never said")
-        text = Delivered().finish(engine).text(ALONE[2], ("stop", 0))
-        pairs = (text[at : at + 2] for at in range(26, len(text) - 1))
-        return next(pair for pair in pairs if pair.isascii() and pair.isprintable() and text.find(pair) > 24)
-
-    def __getitem__(self, kinds):
-        return self.runs[kinds]
-
-
-@pytest.fixture
-def llm(house):
-    return house.llm()
-
-
-@pytest.fixture(scope="module")
-def run(house):
-    return Uninterrupted(house.llm())
-
-
-@pytest.fixture
-def scheduled(llm, monkeypatch):
-    """What each step schedules, as a list of sets of the engine core's request ids."""
-    return spy_on_schedule(llm, monkeypatch)
-
-
-def spy_on_schedule(llm, monkeypatch):
-    steps = []
-    scheduler = core(llm).scheduler
-    real = scheduler.schedule
-
-    def schedule(*args, **kwargs):
-        output = real(*args, **kwargs)
-        steps.append(set(output.num_scheduled_tokens))
-        return output
-
-    monkeypatch.setattr(scheduler, "schedule", schedule)
-    return steps
-
-
-def name_and_sample(internal_id):
-    """("two", 1) of "1_two-5f3c..."."""
-    name = internal_id.rpartition("-")[0]
-    index, _, base = name.rpartition("_")
-    return base, int(index or 0)
-
-
-def started(steps):
-    """The caller's ids of everything that these steps scheduled."""
-    return {name_and_sample(internal_id)[0] for step in steps for internal_id in step}
-
-
-def times_scheduled(steps):
-    """In how many steps each sample was scheduled: one token each, where nothing is preempted."""
-    counts = defaultdict(int)
-    for step in steps:
-        for internal_id in step:
-            counts[name_and_sample(internal_id)] += 1
-    return counts
-
-
-class Recorder:
-    """Stands in for the client of the engine core, and lists the calls that get through."""
-
-    def __init__(self, client):
-        self._client = client
-        self.calls = []
-
-    def __getattr__(self, name):
-        value = getattr(self._client, name)
-        if not callable(value):
-            return value
-
-        def call(*args, **kwargs):
-            self.calls.append(name)
-            return value(*args, **kwargs)
-
-        return call
 
 
 @pytest.fixture
@@ -278,26 +92,15 @@ def guarded_cramped(cramped):
     undo(cramped, lifecycle)
 
 
-def submit_four(engine):
-    engine.add_request("two", "a story told in four ways", params("two", "FINAL_ONLY", n=4, max_tokens=26))
-    engine.add_request("ant", "a story that waits for them", params("ant", "DELTA", max_tokens=30))
-
-
-def submit_long(engine):
-    for name in ("ant", "bee", "cow"):
-        prompt = f"{name}: {'long ' * 22}"
-        engine.add_request(name, prompt, params(name, "CUMULATIVE", max_tokens=REQUESTS[name]["max_tokens"]))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_started_request_of_four_samples_is_whole_after_the_drain(cramped, guarded_cramped, level):
     """A request whose samples don't all fit has started as a whole: the drain ends every one of them."""
-    submit_four(raw(cramped))
+    add(raw(cramped), four_samples())
     expected = Delivered().finish(raw(cramped))
     assert all(len(set(tokens)) >= 20 for tokens in expected.tokens(ALONE[2]).values() if len(tokens) > 1)
 
     got = Delivered()
-    submit_four(guarded_cramped)
+    add(guarded_cramped, four_samples())
     for _ in range(5):
         got.take(guarded_cramped.step())
     assert len(core(cramped).scheduler.waiting) == 3
@@ -312,7 +115,7 @@ def test_a_started_request_of_four_samples_is_whole_after_the_drain(cramped, gua
 @pytest.mark.parametrize("at", [3, 18, 24])
 def test_a_request_preempted_during_the_drain_is_whole(cramped, guarded_cramped, monkeypatch, at):
     """Under KV pressure a request that loses its place has started all the same, and is drained."""
-    submit_long(raw(cramped))
+    add(raw(cramped), long_prompts())
     expected = Delivered().finish(raw(cramped))
 
     preemptions = defaultdict(int)
@@ -325,7 +128,7 @@ def test_a_request_preempted_during_the_drain_is_whole(cramped, guarded_cramped,
 
     monkeypatch.setattr(scheduler, "_preempt_request", preempt)
     got = Delivered()
-    submit_long(guarded_cramped)
+    add(guarded_cramped, long_prompts())
     for _ in range(at):
         got.take(guarded_cramped.step())
     before = preemptions[State.RUNNING]
@@ -589,7 +392,6 @@ def test_launched_batches_are_stepped_out(llm, queued, run, monkeypatch, level, 
 @pytest.mark.parametrize("kinds", MIXED, ids=["-".join(kinds) for kinds in MIXED])
 def test_abort_keeps_the_tokens_so_far(guarded, run, scheduled, kinds):
     """A sleep in abort mode ends every request at once, with exactly the tokens it had, in each kind."""
-    whole, plain = run[kinds].tokens(kinds), run[ALONE[0]]
     for at in (0, 1, 9, 27, 35):
         scheduled.clear()
         got = Delivered()
@@ -601,15 +403,8 @@ def test_abort_keeps_the_tokens_so_far(guarded, run, scheduled, kinds):
         report = guarded.sleep(1, "abort")
         assert set(report.aborted) == set(REQUESTS) - done
         got.take(guarded.step())
-        assert sorted(got.finished) == sorted(REQUESTS)
         assert not guarded.has_unfinished_requests()
-        for key, tokens in got.tokens(kinds).items():
-            assert tokens == whole[key][: count[key]], (at, key)
-            if len(tokens) < len(whole[key]):
-                assert got.seen[key][-1][2] == "abort"
-            if tokens and key[0] != "stop":
-                assert got.text(kinds, key) == plain.seen[key][len(tokens) - 1][1]
-        assert got.seen.keys() == whole.keys()
+        check_aborted(got, run, kinds, count)
         assert guarded.wake_up()
         assert guarded.state is State.AWAKE
 
@@ -713,40 +508,9 @@ def test_during_a_drain_only_the_drain_touches_the_engine(llm, guarded, run, rec
 # -- failure ------------------------------------------------------------------------------------------------
 
 
-def fail_after(llm, monkeypatch, steps):
-    """The model's forward pass raises once, after this many good steps."""
-    executor = core(llm).model_executor
-    real = executor.execute_model
-    left = [steps]
-
-    def execute_model(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == -1:
-            msg = "injected"
-            raise RuntimeError(msg)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(executor, "execute_model", execute_model)
-
-
 def repair(llm, guarded):
-    """Let go of a failed engine, and clear it by hand: the injected failure broke nothing in the workers."""
     guarded.detach()
-    engine = raw(llm)
-    front = engine.output_processor
-    engine.abort_request([*front.request_states, *front.parent_requests], internal=True)
-    while core(llm).scheduler.has_requests():
-        engine.step()
-
-
-def check_partial(got, run, kinds, count, ended):
-    """Everything delivered is the beginning of what it would have been, and ended as an error."""
-    whole = run[kinds].tokens(kinds)
-    for key, tokens in got.tokens(kinds).items():
-        assert tokens == whole[key][: count[key]], key
-        if key[0] in ended and len(tokens) < len(whole[key]):
-            assert got.seen[key][-1][2] == "error"
-    assert set(ended) <= set(got.finished)
+    clear(llm)
 
 
 @pytest.mark.parametrize("kinds", MIXED, ids=["-".join(kinds) for kinds in MIXED])
