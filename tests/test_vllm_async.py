@@ -58,20 +58,15 @@ from tests.vllm_runs import (
 
 pytestmark = pytest.mark.vllm
 
-LONGEST_S = 30
+LONGEST_S = 60
 
 
-class Lent:
-    """The engine that the tests keep, in the hands of a thread: its end lets it go, cleared.
+class Braked:
+    """An engine that calls, after the step of that number, what it finds in `stops`."""
 
-    stops: what is called after a step, by the number of the step.
-    """
-
-    def __init__(self, llm):
-        from engine_adapter import VllmInprocess
-
-        self.engine = VllmInprocess(llm)
-        self.llm = llm
+    def __init__(self, engine):
+        self.engine = engine
+        self.llm = SimpleNamespace(llm_engine=engine.raw)  # for helpers that look inside one
         self.steps = 0
         self.stops = {}
 
@@ -85,19 +80,15 @@ class Lent:
         return outputs
 
     def shutdown(self):
-        clear(self.llm)
-
-
-class Built(Lent):
-    """An engine of the thread's own, with its real end."""
-
-    def __init__(self, engine):
-        super().__init__(SimpleNamespace(llm_engine=engine.raw))
-        self.engine = engine
-
-    def shutdown(self):
         self.llm = None
         self.engine.shutdown()
+
+
+class Lent(Braked):
+    """The engine that the tests keep, in the hands of a thread: its end lets it go, cleared."""
+
+    def shutdown(self):
+        clear(self.llm)
 
 
 class Served:
@@ -231,9 +222,12 @@ async def interrupted(served, run, kinds, at, level, mode):
     return got, report
 
 
+@contextlib.asynccontextmanager
 async def lend(llm, house):
     """Lend the engine to a thread, and see that it comes back as it was."""
-    async with Served(lambda: Lent(llm)) as served:
+    from engine_adapter import VllmInprocess
+
+    async with Served(lambda: Lent(VllmInprocess(llm))) as served:
         yield served
     scheduler = core(llm).scheduler
     quiet = scheduler.pause_state.name == "UNPAUSED" and not scheduler.has_requests()
@@ -243,7 +237,7 @@ async def lend(llm, house):
 
 @pytest.fixture
 async def served(llm, house):
-    async with contextlib.asynccontextmanager(lend)(llm, house) as lent:
+    async with lend(llm, house) as lent:
         yield lent
 
 
@@ -265,7 +259,7 @@ def cramped(house):
 
 @pytest.fixture
 async def served_cramped(cramped, house):
-    async with contextlib.asynccontextmanager(lend)(cramped, house) as lent:
+    async with lend(cramped, house) as lent:
         yield lent
 
 
@@ -809,7 +803,7 @@ async def test_bad_input_is_told_to_whoever_gave_it(served, run, asleep):
         await served.go()
     for error, task in bad:
         with pytest.raises(error):
-            await task
+            await asyncio.wait_for(task, LONGEST_S)
     if asleep:
         await life.wake_up()
     await served.finish()
@@ -886,7 +880,7 @@ async def test_an_engine_built_in_its_thread(house, run, monkeypatch):
     house.close()
     keep_plain_weights()
     kinds = MIXED[0]
-    async with Served(lambda: Built(VllmInprocess(model=str(model_dir()), **DEFAULTS))) as served:
+    async with Served(lambda: Braked(VllmInprocess(model=str(model_dir()), **DEFAULTS))) as served:
         for at, level, mode in ((10, 2, "wait"), (20, 1, "keep")):
             got, _ = await interrupted(served, run, kinds, at, level, mode)
             assert_same_but_merged(got, run[kinds], kinds)
