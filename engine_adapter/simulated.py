@@ -139,7 +139,7 @@ class RequestOutput:
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    # Not `replace`, which takes five times as long: outputs cross to other threads by way of this.
+    # Not `replace`, which takes four times as long: outputs cross to other threads by way of this.
     completions = [
         CompletionOutput(
             sample.index,

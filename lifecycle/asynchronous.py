@@ -47,15 +47,16 @@ class _Stream:
 
     __slots__ = ("_error", "_merge", "_output", "_waiter", "delta", "ended", "request_id", "samples")
 
-    def __init__(self, merge: Callable[..., Any], params: Any) -> None:
+    def __init__(self, merge: Callable[..., Any]) -> None:
         self._merge = merge
-        self.delta = getattr(getattr(params, "output_kind", None), "name", None) == "DELTA"
         self._output: Any = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.samples: int = getattr(params, "n", 1)
         self.ended = False
-        self.request_id: str | None = None  # set by the engine's thread when it was admitted
+        # Set by the engine's thread when it was admitted.
+        self.request_id: str | None = None
+        self.delta = False
+        self.samples = 1
 
     def put(self, output: Any) -> None:
         """An output came; one that was not taken yet becomes part of it."""
@@ -185,7 +186,7 @@ class AsyncLifecycle:
             self._loop, self._gone = asyncio.get_running_loop(), True
         if self._gone:
             return
-        answer = self._loop.create_future()
+        answer = self._running_loop("close").create_future()
         self._owner.submit(lambda: self._owner.close(answer, drain=drain, timeout=timeout), answer)
         with contextlib.suppress(Closed):  # it was, before this came to the thread
             await answer
@@ -223,10 +224,8 @@ class AsyncLifecycle:
     def _forget_parent(self) -> None:
         """In a forked child: the thread is not there, and everything is refused."""
         self._gone = True
-        self._events.forget_parent()
         if self._owner.core is not None:
-            self._owner.core.forked = True
-            self._owner.core.open = False
+            self._owner.core.forget_parent()
 
     # -- between the loop and the thread ---------------------------------------------------------------
 
@@ -248,15 +247,23 @@ class AsyncLifecycle:
             raise IllegalCall("start() first", call=call, state=None, needs="a started engine")
         return core
 
-    async def _ask(self, call: str, work: Callable[[Core], Any]) -> Any:
-        """Have the thread run `work`, and wait for what comes of it."""
-        core = self._core(call)
+    async def _command(self, call: str, work: Callable[[Any], Any]) -> Any:
+        """Have the thread run `work(answer)`, and wait for the answer. Who is cancelled gives it up."""
+        self._core(call)
         if self._gone:  # nobody else is inside: the core itself refuses
-            return work(core)
-        loop = self._running_loop(call)
-        answer = loop.create_future()
-        self._owner.submit(lambda: work(core), answer)
-        return await answer
+            return work(None)
+        answer = self._running_loop(call).create_future()
+        self._owner.submit(lambda: work(answer), answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._owner.submit(lambda: self._owner.give_up(answer))
+            raise
+
+    async def _ask(self, call: str, work: Callable[[Core], Any]) -> Any:
+        """Have the thread make this call of the core."""
+        core = self._core(call)
+        return await self._command(call, lambda _: work(core))
 
     def _receive(self, batch: Batch) -> None:
         """One turn of the thread, in the event loop."""
@@ -273,20 +280,11 @@ class AsyncLifecycle:
             _resolve(answer, result, error)
         if batch.last:
             self._gone = True
-            for command in self._owner.left_over():
-                self._run_late(command.work, command.answer)
+            for answer, result, error in self._owner.run_left_over().answers:
+                _resolve(answer, result, error)
             for number in self._signals:
                 asyncio.get_running_loop().remove_signal_handler(number)
             self._tell()
-
-    def _run_late(self, work: Callable[[], Any], answer: Any) -> None:
-        """A command that found the thread gone: the core refuses it."""
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001  (it is the answer)
-            _resolve(answer, None, error)
-        else:
-            _resolve(answer, result, None)
 
     def _change(self) -> "asyncio.Future[None]":
         """Done once something has happened after this call."""
@@ -335,20 +333,12 @@ class AsyncLifecycle:
             trace_headers=trace_headers,
             priority=priority,
         )
-        owner = self._owner
-        stream = _Stream(core.merge_outputs, sampling_params)
-
-        def admit() -> str:
-            return owner.admit(stream, request_id, prompt, sampling_params, options)
-
-        if self._gone:
-            admit()  # refuses
-        loop = self._running_loop("generate")
+        owner, stream = self._owner, _Stream(core.merge_outputs)
         self._streams.add(stream)
         try:
-            admitted = loop.create_future()
-            owner.submit(admit, admitted)
-            await admitted
+            await self._command(
+                "generate", lambda _: owner.admit(stream, request_id, prompt, sampling_params, options)
+            )
             while (output := await stream.get()) is not None:
                 yield output
         finally:
@@ -426,17 +416,9 @@ class AsyncLifecycle:
         return report
 
     async def _sleep(self, call: str, level: int, mode: str, **limits: Any) -> SleepReport:
-        core = self._core(call)
-        if self._gone:
-            core.begin_sleep(level, mode, **limits)  # refuses
-        loop = self._running_loop(call)
-        answer = loop.create_future()
-        self._owner.submit(lambda: self._owner.sleep(answer, level, mode, **limits), answer)
-        try:
-            report: SleepReport = await answer
-        except asyncio.CancelledError:
-            self._owner.submit(lambda: self._owner.give_up(answer))
-            raise
+        report: SleepReport = await self._command(
+            call, lambda answer: self._owner.sleep(answer, level, mode, **limits)
+        )
         return report
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:

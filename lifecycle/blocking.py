@@ -245,9 +245,7 @@ class Lifecycle:
         """In a forked child: refuse everything, and wait for no lock of a thread that is gone."""
         self._lock = _FairLock()
         self._changed = threading.Condition()
-        self._core.events.forget_parent()
-        self._core.forked = True
-        self._core.open = False
+        self._core.forget_parent()
 
     # -- reading: no lock ------------------------------------------------------------------------------
 

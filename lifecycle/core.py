@@ -79,7 +79,10 @@ class _Cursor:
 
 
 class Core:
-    """The state machine around one engine. The parameters are `Lifecycle`'s."""
+    """The state machine around one engine. The parameters are `Lifecycle`'s.
+
+    anybody: who owns the requests that no blocking call does.
+    """
 
     def __init__(
         self,
@@ -92,13 +95,14 @@ class Core:
         strict_release: bool,
         rpc_needs: Mapping[str, str] | None,
         rebuildable: bool,
+        anybody: Scope | None = None,
     ) -> None:
         if max_held is not None and (type(max_held) is not int or max_held < 0):
             raise InvalidArgument(f"max_held must be None or an integer >= 0, not {max_held!r}")
         if not is_duration(stall_s):
             raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
-        self.ledger = Ledger()
+        self.ledger = Ledger(anybody)
         self.max_held = max_held
         self.stall_s = stall_s
         self.strict_release = strict_release
@@ -362,6 +366,12 @@ class Core:
             dest=self.state.value,
             **{**self._fields(), **fields},
         )
+
+    def forget_parent(self) -> None:
+        """In a forked child: the engine is not there, so everything is refused."""
+        self.forked = True
+        self.events.forget_parent()
+        self._set_open()
 
     def _set_open(self) -> None:
         """Whether `step` may skip `require`: serving, in the process that owns the engine."""

@@ -33,10 +33,14 @@ COMMANDS_A_TURN = 256
 
 
 class Stream(Protocol):
-    """Where the outputs of a request go. delta: each has the new tokens only, and shares no list."""
+    """Where the outputs of a request go. The thread says whose it is when it was admitted.
+
+    delta: each output has the new tokens only, and shares no list. samples: `n` of the request.
+    """
 
     request_id: str | None
     delta: bool
+    samples: int
 
 
 class Batch:
@@ -73,7 +77,7 @@ LATER = _Later()
 
 
 class _Streams(Scope):
-    """The owner of every request that has a stream: notes which of them ended without an output."""
+    """The owner of every request: notes which of them ended without an output."""
 
     __slots__ = ("lost",)
 
@@ -104,7 +108,7 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._batch = Batch()
         self._owner = _Streams()
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[str, Stream] = {}
         self._sleep: Sleep | None = None
         self._sleepers: list[Any] = []  # whom to answer when it is over
         self._asked: tuple[Any, ...] = ()  # the arguments of that sleep
@@ -121,12 +125,12 @@ class EngineThread:
         """Have this thread run `work`; what it returns or raises is handed over with `answer`."""
         self._inbox.put(Command(work, answer))
 
-    def left_over(self) -> list[Command]:
-        """Commands that came too late to be run: the thread has ended."""
-        commands = []
+    def run_left_over(self) -> Batch:
+        """Run what came too late for the thread, which has ended: the core refuses it."""
         while not self._inbox.empty():
-            commands.append(self._inbox.get())
-        return commands
+            self._execute(self._inbox.get())
+        batch, self._batch = self._batch, Batch()
+        return batch
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -143,8 +147,7 @@ class EngineThread:
     def _adopt(self) -> None:
         engine = self._build()
         try:
-            self.core = Core(engine, self._events, rebuildable=True, **self._options)
-            self._events.deliver()
+            self.core = Core(engine, self._events, rebuildable=True, anybody=self._owner, **self._options)
         except BaseException:
             engine.shutdown()  # nobody else has it
             raise
@@ -182,31 +185,34 @@ class EngineThread:
 
     def _step(self, core: Core) -> None:
         try:
-            self._give(core.step(self._owner))
+            self._give(core, core.step())
         except BaseException:  # those whom it concerns are told by `_collect`
             if core.state is not State.FAILED:
                 raise
 
-    def _give(self, outputs: list[Any]) -> None:
-        """Put outputs into the batch. The lists of a cumulative one live on in the engine until its last."""
-        core, batch, streams = self._core(), self._batch, self._streams
+    def _give(self, core: Core, outputs: list[Any]) -> None:
+        """The outputs of a step. The lists of a cumulative one live on in the engine until its last."""
         broken: BaseException | None = None
         for output in outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:  # withdrawn
-                continue
-            given = output
-            if not (output.finished or stream.delta):
+            stream, given = self._streams.get(output.request_id), output
+            if stream is not None and not (stream.delta or output.finished):
                 try:
                     given = core.snapshot_of(output)
                 except BaseException as cause:  # noqa: BLE001  (it fails with it, once the others have theirs)
                     broken = cause
-            batch.outputs.append((stream, given))
-            if output.finished:
-                del streams[output.request_id]
-                batch.ends.append((stream, None))
+            self._put(given)
         if broken is not None:
             core.fail_with("step", broken)
+
+    def _put(self, output: Any, error: Exception | None = None) -> None:
+        """Into the batch with it, unless its consumer is gone. error: how a last one ends its stream."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        self._batch.outputs.append((stream, output))
+        if output.finished:
+            del self._streams[output.request_id]
+            self._batch.ends.append((stream, error))
 
     def _execute(self, command: Command) -> None:
         try:
@@ -223,24 +229,17 @@ class EngineThread:
 
     def _collect(self, core: Core) -> None:
         """Put what the mailbox holds, and who ended without an output, into the batch."""
-        batch, streams, failed = self._batch, self._streams, frozenset[str]()
+        failed = frozenset[str]()
         if core.failure is not self._failure:
             self._failure = core.failure
             failed = frozenset(core.failure.in_flight if core.failure is not None else ())
         if core.ledger.mailbox:
-            for output in core.ledger.take(self._owner):
-                name = output.request_id
-                stream = streams.get(name)
-                if stream is None:  # withdrawn
-                    continue
-                batch.outputs.append((stream, output))
-                if output.finished:
-                    del streams[name]
-                    batch.ends.append((stream, self._failure if name in failed else None))
+            for output in core.ledger.take(None):
+                self._put(output, self._failure if output.request_id in failed else None)
         for name, error in self._owner.lost:
-            stream = streams.pop(name, None)
+            stream = self._streams.pop(name, None)
             if stream is not None:
-                batch.ends.append((stream, error or _closed(name)))
+                self._batch.ends.append((stream, error or _closed(name)))
         self._owner.lost.clear()
 
     def _flush(self) -> None:
@@ -261,9 +260,10 @@ class EngineThread:
         with contextlib.suppress(BaseException):
             if core is not None:
                 self._collect(core)
-        for answer in [*self._sleepers, *self._closers]:
-            done = answer in self._closers and died is None
-            self._answer(answer, None, None if done else error or _closed("the sleep"))
+        for answer in self._sleepers:
+            self._answer(answer, None, error or _closed("the sleep"))
+        for answer in self._closers:
+            self._answer(answer, None, error)
         for name, stream in self._streams.items():
             self._batch.ends.append((stream, error or _closed(name)))
         self._streams.clear()
@@ -281,13 +281,14 @@ class EngineThread:
         return self.core
 
     def admit(
-        self, stream: Any, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]
+        self, stream: Stream, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]
     ) -> str:
         """Admit or hold a request whose outputs go to `stream`. Returns its handle."""
         core = self._core()
-        handle = core.add_request(request_id, prompt, params, options, self._owner)
+        handle = core.add_request(request_id, prompt, params, options, None)
         [record] = core.ledger.find([handle])
-        stream.request_id = record.request_id
+        stream.request_id, stream.delta = record.request_id, record.call.delta
+        stream.samples = record.call.samples
         self._streams[record.request_id] = stream
         return handle
 
@@ -303,10 +304,8 @@ class EngineThread:
     def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
         asked, core = (*asked, *sorted(limits.items())), self._core()
-        if (
-            self._sleep is not None and core.transition is not self._sleep
-        ):  # a command before this one ended it
-            self._advance(self._sleep)
+        if self._sleep is not None and core.transition is not self._sleep:
+            self._advance(self._sleep)  # a command before this one ended it
         if self._sleep is None or asked != self._asked:
             sleep = core.begin_sleep(*asked[:2], **limits)
             if sleep.report is not None:  # there was nothing to do: whoever comes next asks for another

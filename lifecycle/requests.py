@@ -78,12 +78,12 @@ class Record:
 class Ledger:
     """All live requests of one engine. Not thread-safe: the core's caller holds the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, anybody: Scope | None = None) -> None:
         self.held: dict[str, Record] = {}
         self.in_flight: dict[str, Record] = {}
         self.undelivered: dict[str, Record] = {}
         self.mailbox: deque[tuple[Record, Any]] = deque()
-        self.anybody = Scope("anybody")
+        self.anybody = anybody or Scope("anybody")
         self.enqueued = Scope("enqueue")
         self.scoped = 0  # live requests that belong to a blocking call
         self._handles: dict[str, Record] = {}

@@ -1283,3 +1283,58 @@ async def test_a_recovery_waits_for_nothing_of_the_old_engine():
         gc.collect()
         assert old() is None
         assert await held == (right("r"), "length")
+
+
+async def test_a_request_that_is_made_already_speaks_for_itself():
+    """Its own parameters say what its outputs are, not those given beside it: no token is lost."""
+
+    class Ready(Paced):
+        def prepare(self, request_id, prompt, params, options):
+            return super().prepare(request_id, *prompt, options)
+
+    life = AsyncLifecycle(Ready, sinks=())
+    async with life:
+        tokens = []
+        async for output in life.generate(ask("r", 40, OutputKind.DELTA, n=1), None, "r"):
+            tokens += output.outputs[0].token_ids
+            if len(tokens) < 5:
+                await until(lambda: not life.snapshot().in_flight)
+        assert tokens == right("r", 40)
+
+
+async def test_requests_that_the_engine_came_with_are_stepped_to_their_end():
+    """Nobody takes their outputs, and nothing else waits for that."""
+
+    def build():
+        engine = Paced()
+        engine.add(engine.prepare("theirs", *ask("theirs", 20), {}))
+        return engine
+
+    async with AsyncLifecycle(build, sinks=()) as life:
+        assert life.state is State.RUNNING
+        assert await read(life, "r") == (right("r"), "length")
+        await until(lambda: life.state is State.AWAKE)
+        await life.sleep(1)
+
+
+async def test_a_sink_that_is_broken_from_the_beginning_is_the_sinks_own_trouble():
+    """Whatever comes out of it, in the engine's thread: the engine is there, and closed at the end."""
+    engines = []
+
+    def sink(_):
+        raise SystemExit
+
+    life = AsyncLifecycle(lambda: engines.append(Paced()) or engines[0], sinks=[sink])
+    async with life:
+        assert await read(life, "r") == (right("r"), "length")
+    life._owner.thread.join(5)
+    assert not life._owner.thread.is_alive()
+    assert engines[0].calls.count("shutdown") == 1
+
+
+async def test_close_from_another_event_loop_is_refused():
+    """As every call is; it stays open."""
+    async with House() as house:
+        with pytest.raises(IllegalCall, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, house.life.close())
+        assert await read(house.life, "r") == (right("r"), "length")
