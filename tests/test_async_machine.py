@@ -752,7 +752,7 @@ class AsyncMachine(RuleBasedStateMachine):
         finally:
             self.bench.put_away()
 
-    def end(self):  # noqa: C901  (the end of a run, step by step)
+    def end(self):
         bench, life = self.bench, self.bench.life
         for engine in bench.engines:
             engine.faults.clear()
@@ -760,25 +760,20 @@ class AsyncMachine(RuleBasedStateMachine):
         self.go_on()
         self.rest()
         self.sound()
+        last = None
         if not life._gone:
             self.serve_again()
             last = self.ask(
                 "last", [1, 2, 3], {"max_tokens": 3, "n": 1, "seed": 1, "stop": None, "output_kind": 0}
             )
-            for each in self.consumers:
-                if each.gate is not None:
-                    for _ in range(100):
-                        each.gate.release()
-            self.rest()
-            self.sound()
+        for each in self.consumers:
+            if each.gate is not None:
+                for _ in range(100):
+                    each.gate.release()
+        self.rest()
+        self.sound()
+        if last is not None:
             assert last.came == FINE, (last.came, last.why)
-        else:
-            for each in self.consumers:
-                if each.gate is not None:
-                    for _ in range(100):
-                        each.gate.release()
-            self.rest()
-            self.sound()
         assert [each for each in self.consumers if each.task is not None] == []
         assert self.requests.lost() == [] or self.closing
         if life._streams:  # of iterators that were dropped

@@ -93,10 +93,8 @@ def test_options_left_out_are_what_the_reference_says():
     assert len(lifecycle.events()) == 4096
 
 
-def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
-    """With another thread waiting, Ctrl-C out of the engine's step leaves FAILED and the lock free."""
-    lifecycle = busy()
-    lifecycle._core.engine.faults.add("step", raises=KeyboardInterrupt())
+def fails_by_a_step_in_turn(lifecycle):
+    """With another thread waiting, the step is interrupted: FAILED, and the lock is free."""
     lifecycle._lock.turnstile.acquire()
     threading.Timer(0.05, lifecycle._lock.turnstile.release).start()
     with pytest.raises(KeyboardInterrupt):
@@ -105,8 +103,15 @@ def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
     assert lifecycle.check() == []
 
 
+def test_a_step_in_turn_that_is_interrupted_fails_and_lets_go():
+    """Ctrl-C out of the engine's step, while another thread waits for its turn."""
+    lifecycle = busy()
+    lifecycle._core.engine.faults.add("step", raises=KeyboardInterrupt())
+    fails_by_a_step_in_turn(lifecycle)
+
+
 def test_a_sinks_ctrl_c_in_a_step_in_turn_fails():
-    """With another thread waiting: the outputs are lost with the return, so the engine has failed."""
+    """The outputs are lost with the return, so the engine has failed."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
     lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=1))
 
@@ -115,12 +120,7 @@ def test_a_sinks_ctrl_c_in_a_step_in_turn_fails():
         raise KeyboardInterrupt
 
     lifecycle._core.events.sinks.append(sink)
-    lifecycle._lock.turnstile.acquire()
-    threading.Timer(0.05, lifecycle._lock.turnstile.release).start()
-    with pytest.raises(KeyboardInterrupt):
-        lifecycle.step()
-    assert lifecycle.state is State.FAILED
-    assert lifecycle.check() == []
+    fails_by_a_step_in_turn(lifecycle)
 
 
 def test_a_call_from_inside_a_step_is_refused_and_a_later_one_is_not():

@@ -152,6 +152,20 @@ def assert_same_but_merged(got, expected, kinds):
     assert sorted(got.finished) == sorted(expected.finished)
 
 
+def assert_all_fates(reports, mode):
+    """The sleeps came at moments that matter: with something to drain and to hold, or to keep."""
+    drained, held, kept = (
+        sum(bool(getattr(report, fate)) for report in reports) for fate in ("drained", "held", "kept")
+    )
+    if mode == "wait":
+        assert drained > len(reports) / 2
+        assert held > len(reports) / 3
+        assert not kept
+    else:
+        assert kept >= len(reports) - 2
+        assert not drained
+
+
 def is_same(prefix, other):
     *words, probs = prefix
     *other_words, other_probs = other

@@ -193,6 +193,23 @@ class EngineContract:
         outputs = [output for output in bench.steps() if output.outputs]
         assert [engine.count_tokens(output) for output in outputs] == [1, 2, 3, 4, 5, 6]
 
+    def test_outputs_that_waited_become_one(self, bench: Bench) -> None:
+        """`merge_outputs` joins the deltas of each sample; of cumulative outputs the latest stands."""
+        engine = bench.engine
+        for name, kind in (("cumulative", CUMULATIVE), ("delta", DELTA)):
+            bench.add(name, tokens=6, n=2, kind=kind)
+        outputs = bench.steps()
+        deltas = [output for output in outputs if output.request_id == "delta"]
+        counts = [engine.count_tokens(output) for output in deltas]
+        merged: dict[str, Any] = {}
+        for output in outputs:
+            name = output.request_id
+            waiting = merged.get(name)
+            merged[name] = engine.merge_outputs(waiting, output, delta=name == "delta") if waiting else output
+        assert all(output.finished for output in merged.values())
+        assert engine.count_tokens(merged["delta"]) == sum(counts)
+        assert engine.count_tokens(merged["cumulative"]) == sum(counts)
+
     def test_tokens_are_counted_while_in_flight(self, bench: Bench) -> None:
         """Once begun, `tokens` rises by one a sample and step; it is 0 for what the engine does not know."""
         engine = bench.engine
