@@ -116,7 +116,6 @@ class EngineThread:
         self._closers: list[Any] = []
         self._close_by: float | None = None
         self.core: Core | None = None
-        self.ended = False
         self.thread = Thread(target=self._run, name=f"engine of {events.engine}", daemon=True)
 
     # -- from the other thread -------------------------------------------------------------------------
@@ -269,7 +268,6 @@ class EngineThread:
         self._streams.clear()
         self._sleep = None  # a command that comes too late must not join it
         self._batch.last = True
-        self.ended = True
         with contextlib.suppress(Exception):
             self._flush()
 

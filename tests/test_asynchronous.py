@@ -494,11 +494,13 @@ async def test_a_pause_survives_a_sleep():
         assert await task == (right("r", LONG), "length")
 
 
-@pytest.mark.parametrize(("clear", "resets"), [(True, 1), (False, 0)])
-async def test_a_pause_drops_the_prefix_cache_if_asked_to(clear, resets):
+@pytest.mark.parametrize(
+    ("asked", "resets"), [({}, 1), ({"clear_cache": True}, 1), ({"clear_cache": False}, 0)]
+)
+async def test_a_pause_drops_the_prefix_cache_unless_told_not_to(asked, resets):
     """Where nothing is kept, as AsyncLLM does."""
     async with House() as house:
-        await house.life.pause_generation(clear_cache=clear)
+        await house.life.pause_generation(**asked)
         assert house.engine.calls.count("call(reset_prefix_cache)") == resets
 
 
@@ -711,7 +713,8 @@ async def test_close_drains_and_admits_nothing_more():
     await closing
     await again
     assert await task == (right("r", LONG), "length")
-    assert not house.life._owner.thread.is_alive() or house.life._owner.ended
+    await asyncio.to_thread(house.life._owner.thread.join, 5)
+    assert not house.life._owner.thread.is_alive()
     with pytest.raises(Closed):
         await read(house.life, "after")
     for call in (house.life.sleep, house.life.wake_up, house.life.recover):
@@ -1338,3 +1341,68 @@ async def test_close_from_another_event_loop_is_refused():
         with pytest.raises(IllegalCall, match="another event loop"):
             await asyncio.to_thread(asyncio.run, house.life.close())
         assert await read(house.life, "r") == (right("r"), "length")
+
+
+# -- what is passed on -------------------------------------------------------------------------------------
+
+
+async def test_every_option_of_a_request_is_passed_on():
+    """The engine gets what the caller gave, under vLLM's names, and vLLM's defaults for the rest."""
+    seen = []
+
+    class Noting(Paced):
+        def prepare(self, request_id, prompt, params, options):
+            seen.append(dict(options))
+            return super().prepare(request_id, prompt, params, {})
+
+    given = {
+        "arrival_time": 5.0,
+        "lora_request": "an adapter",
+        "tokenization_kwargs": {"a": 1},
+        "trace_headers": {"b": "2"},
+        "priority": 7,
+    }
+    async with AsyncLifecycle(Noting, sinks=()) as life:
+        async for _ in life.generate(*ask("r", 1), "r", **given, extra="passed too"):
+            pass
+        async for _ in life.generate(*ask("plain", 1), "plain"):
+            pass
+    assert seen[0] == {**given, "extra": "passed too"}
+    assert seen[1] == {**dict.fromkeys(given), "priority": 0}
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 2}, {"timeout": 0.01}])
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_every_limit_of_a_drain_is_passed_on(limits, pauses):
+    """Where it ends, and what happens then: rolled back, or all in flight is cut."""
+    async with House() as house:
+        begin = house.life.pause_generation if pauses else house.life.sleep
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        with pytest.raises(DrainTimeout):
+            await begin(mode="wait_all", **limits)
+        report = await begin(mode="wait_all", on_timeout="abort", **limits)
+        assert report.aborted == ("r",)
+        assert report.level == (0 if pauses else 1)
+        assert (await task)[1] == "abort"
+
+
+async def test_options_left_out_are_those_of_the_blocking_surface():
+    """Rank 0, 120 seconds until a drain has stalled, 4,096 events."""
+    async with House() as house:
+        assert house.life._events.tail(1)[0]["rank"] == 0
+        assert house.life._owner.core.stall_s == 120
+        for number in range(5000):
+            house.life._events.emit("closed", count=number)
+        assert len(house.life._events) == 4096
+
+
+async def test_a_worker_method_gets_its_arguments():
+    """As AsyncLLM's own `collective_rpc` takes them."""
+    async with House(rpc_needs={"note": "quiet"}) as house:
+
+        def note(_, *args, **kwargs):
+            return args, kwargs
+
+        assert await house.life.collective_rpc(note, args=(1, 2), kwargs={"a": 3}) == [((1, 2), {"a": 3})]
+        assert await house.life.collective_rpc(note) == [((), {})]

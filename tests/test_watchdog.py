@@ -1,12 +1,14 @@
 """The watchdog: what hangs is told, what works is not, and a signal gets a report."""
 
 import asyncio
+import faulthandler
 import gc
 import io
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +110,40 @@ def test_a_signal_gets_a_report():
     assert signal.getsignal(signal.SIGUSR1) is before
     with lifecycle.watch(60, signum=signal.SIGUSR1, out=out):
         pass
+
+
+def test_a_watchdog_leaves_nothing_behind():
+    """Its thread, its pipe and its handler are gone with it, also after it has reported."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    files, threads = len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
+    out = io.StringIO()
+    with lifecycle.watch(60, signum=signal.SIGUSR1, out=out):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(out.getvalue)
+        assert threading.active_count() == threads + 1
+    assert len([*Path("/proc/self/fd").iterdir()]) == files
+    assert threading.active_count() == threads
+    assert not faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_a_signal_never_waits_for_its_reader():
+    """The stacks of many threads are longer than a pipe: what does not fit is left out, and nobody blocks."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    go = threading.Event()
+    idle = [threading.Thread(target=go.wait) for _ in range(99)]
+    for thread in idle:
+        thread.start()
+    out = io.StringIO()
+    watching = lifecycle.watch(60, signum=signal.SIGUSR1, out=out)
+    try:
+        for _ in range(20):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: "Thread 0x" in out.getvalue())
+    finally:
+        go.set()
+        watching.stop()
+        for thread in idle:
+            thread.join(5)
 
 
 @pytest.mark.parametrize("limit", [0, -1, None, True, "60", float("nan")])
