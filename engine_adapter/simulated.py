@@ -160,11 +160,13 @@ def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOut
     logprobs = earlier.logprobs
     if later.logprobs is not None:
         logprobs = [*(logprobs or ()), *later.logprobs]
-    return replace(
-        later,
-        text=earlier.text + later.text,
-        token_ids=[*earlier.token_ids, *later.token_ids],
-        logprobs=logprobs,
+    return CompletionOutput(
+        later.index,
+        earlier.text + later.text,
+        [*earlier.token_ids, *later.token_ids],
+        logprobs,
+        later.finish_reason,
+        later.stop_reason,
     )
 
 
@@ -712,7 +714,8 @@ class SimulatedEngine:
         for sample in later.outputs:
             before = samples.get(sample.index)
             samples[sample.index] = _joined(before, sample) if delta and before else sample
-        return replace(later, outputs=[samples[index] for index in sorted(samples)])
+        joined = [samples[index] for index in sorted(samples)]
+        return RequestOutput(later.request_id, later.prompt, later.prompt_token_ids, joined, later.finished)
 
     @_reads
     def count_tokens(self, output: RequestOutput) -> int:

@@ -192,14 +192,20 @@ class EngineThread:
     def _give(self, core: Core, outputs: list[Any]) -> None:
         """The outputs of a step. The lists of a cumulative one live on in the engine until its last."""
         broken: BaseException | None = None
+        streams, given = self._streams, self._batch.outputs
         for output in outputs:
-            stream, given = self._streams.get(output.request_id), output
-            if stream is not None and not (stream.delta or output.finished):
+            stream = streams.get(output.request_id)
+            if stream is None:  # its consumer is gone
+                continue
+            if output.finished:
+                self._put(output)
+                continue
+            if not stream.delta:
                 try:
-                    given = core.snapshot_of(output)
+                    output = core.snapshot_of(output)  # noqa: PLW2901  (it takes its place)
                 except BaseException as cause:  # noqa: BLE001  (it fails with it, once the others have theirs)
                     broken = cause
-            self._put(given)
+            given.append((stream, output))
         if broken is not None:
             core.fail_with("step", broken)
 

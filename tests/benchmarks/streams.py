@@ -1,0 +1,261 @@
+"""`AsyncLifecycle` against vLLM's own `AsyncLLM`: the same model, settings and consumers.
+
+Both engines live at once, and blocks of the two alternate. In a block every stream asks for the same number
+of tokens, with logprobs and text, and reads them as deltas. `AsyncLLM` has its engine in a process of its own
+and so overlaps it with what happens here; `AsyncLifecycle` has it in a thread of this process and shares the
+interpreter lock with the consumers. So figures come as tokens per second and time to first token, by number
+of streams, with light consumers, and with ones that burn 5 ms of this process's time for each output.
+
+While a block runs, a task asks for a wake-up every millisecond and notes how late it comes: so long the event
+loop was kept from it, by the library, the consumers or the interpreter lock.
+
+On a machine with a GPU: `python -m tests.gpu.streams`, with models of other sizes.
+"""
+
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine_adapter.models import prepare_smollm2
+from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine
+from lifecycle import AsyncLifecycle, Lifecycle
+from tests.benchmarks.measure import Line, no_gc, ratio
+
+HEARTBEAT_S = 0.001
+BURN_S = 0.005
+PROMPT_TOKENS = 16
+
+_ids = itertools.count()
+
+
+@dataclass
+class Block:
+    """What one block measured, in seconds. late: of each heartbeat."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a block asks for: so many streams, tokens of each, and seconds that a consumer burns an output."""
+
+    streams: int
+    tokens: int
+    burn_s: float = 0.0
+
+    def __str__(self) -> str:
+        burning = f", {self.burn_s * 1000:.0f} ms an output" if self.burn_s else ""
+        return f"{self.streams} x {self.tokens}{burning}"
+
+
+async def block_of(engine: Any, load: Load) -> Block:
+    """Run one block on an `AsyncLLM` or an `AsyncLifecycle`."""
+    block = Block()
+    heart = asyncio.create_task(beat(block.late))
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(load.streams):
+            group.create_task(consume(engine, load, number, block))
+    block.seconds = time.perf_counter() - started
+    heart.cancel()
+    assert block.tokens == load.streams * load.tokens, f"{block.tokens} tokens of {load}"
+    return block
+
+
+async def consume(engine: Any, load: Load, number: int, block: Block) -> None:
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    prompt = {"prompt_token_ids": [10 + number % 200] * PROMPT_TOKENS}
+    params = Params(
+        max_tokens=load.tokens,
+        ignore_eos=True,
+        temperature=0.0,
+        logprobs=1,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    asked, waits = time.perf_counter(), True
+    async for output in engine.generate(prompt, params, f"stream-{next(_ids)}"):
+        if waits:
+            block.first.append(time.perf_counter() - asked)
+            waits = False
+        block.tokens += len(output.outputs[0].token_ids)
+        if load.burn_s:
+            burn(load.burn_s)
+
+
+def burn(seconds: float) -> None:
+    """Use the processor for so long, as an agent's own code would."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+async def beat(late: list[float]) -> None:
+    while True:
+        due = time.perf_counter() + HEARTBEAT_S
+        await asyncio.sleep(HEARTBEAT_S)
+        late.append(time.perf_counter() - due)
+
+
+async def compare(plain: Any, guarded: Any, load: Load, pairs: int) -> tuple[list[Block], list[Block]]:
+    """So many pairs of blocks, each first in turn, after one that warms up."""
+    sides: tuple[list[Block], list[Block]] = ([], [])
+    engines = (plain, guarded)
+    for number in range(pairs + 1):
+        for side in (0, 1) if number % 2 else (1, 0):
+            with no_gc():
+                block = await block_of(engines[side], load)
+            if number:
+                sides[side].append(block)
+    return sides
+
+
+def lines_of(load: Load, plain: list[Block], guarded: list[Block], *, judged: bool) -> Iterator[Line]:
+    """The figures of one load.
+
+    Its throughput is judged where the engine is the bottleneck: it may not be shown to be less than that
+    of `AsyncLLM`, which it is when even the upper 95 % bound of the ratio lies below 1.
+    """
+    sides = (plain, guarded)
+    judged = judged and not load.burn_s
+    median, low, high = ratio([(ours.seconds, theirs.seconds) for theirs, ours in zip(*sides, strict=True)])
+    speeds = [statistics.median(block.tokens / block.seconds for block in side) for side in sides]
+    note = (
+        f"{'upper bound; ' if judged else ''}median {median:.3f}, {low:.3f} to {high:.3f}; "
+        f"AsyncLLM {speeds[0]:,.0f}, here {speeds[1]:,.0f} tokens/s; {len(plain)} pairs"
+    )
+    figure, bound = (high, 1.0) if judged else (median, None)
+    yield Line(f"tokens per second by AsyncLLM's, {load}", figure, "", at_least=bound, note=note)
+    firsts = [statistics.median(itertools.chain(*(block.first for block in side))) for side in sides]
+    note = f"AsyncLLM {firsts[0] * 1000:.1f} ms, here {firsts[1] * 1000:.1f} ms"
+    yield Line(f"  time to first token by AsyncLLM's, {load}", firsts[1] / firsts[0], "", note=note)
+    late = [quantile([beat for block in side for beat in block.late], 0.999) * 1000 for side in sides]
+    bound = None if load.burn_s else 10.0  # what consumers burn is theirs
+    yield Line(
+        f"  event loop late, 99.9 % of heartbeats, {load}",
+        late[1],
+        "ms",
+        at_most=bound,
+        note=f"AsyncLLM {late[0]:.1f} ms",
+    )
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+@asynccontextmanager
+async def both(model: Path, **settings: Any) -> AsyncIterator[tuple[Any, AsyncLifecycle]]:
+    """Both engines on one model. `AsyncLLM` comes first: it may fork, which nothing with threads should."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from engine_adapter import VllmInprocess
+
+    arguments = {"model": str(model), "disable_log_stats": True, **settings}
+    plain = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    try:
+        async with AsyncLifecycle(lambda: VllmInprocess(**arguments), sinks=()) as guarded:
+            yield plain, guarded
+    finally:
+        plain.shutdown()
+
+
+def measure(model: Path, loads: dict[Load, int], *, judged: bool, **settings: Any) -> list[Line]:
+    """The lines of every load, with its number of pairs."""
+
+    async def main() -> list[Line]:
+        lines: list[Line] = []
+        async with both(model, **settings) as (plain, guarded):
+            for load, pairs in loads.items():
+                lines += lines_of(load, *await compare(plain, guarded, load, pairs), judged=judged)
+        return lines
+
+    return asyncio.run(main())
+
+
+def run(*, quick: bool) -> Iterator[Line]:
+    yield from hand_overs(quick=quick)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for the engine, one for who reads its streams
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    from tests.engines import model_dir
+
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 256}
+    pairs = 5 if quick else 15
+    loads = {
+        Load(1, 100): pairs,
+        Load(32, 60): pairs,
+        Load(256, 40): pairs,
+        Load(32, 20, BURN_S): 1 if quick else 3,
+    }
+    for line in measure(model_dir(), loads, judged=False, **settings):
+        yield replace(line, name=f"{line.name}, tiny model")
+    pairs = 2 if quick else 7
+    loads = {Load(1, 40): pairs, Load(32, 16): pairs, Load(256, 4): pairs}
+    real = prepare_smollm2(progress=lambda _: None)
+    for line in measure(real, loads, judged=True, **settings):
+        yield replace(line, name=f"{line.name}, SmolLM2-135M")
+
+
+# -- the way from the engine's thread to a stream ------------------------------------------------------
+
+
+class Computing(SimulatedEngine):
+    """Each step takes 4 ms without the interpreter lock, as on a device."""
+
+    def step(self) -> list[Any]:
+        time.sleep(0.004)
+        return super().step()
+
+
+def hand_overs(*, quick: bool) -> Iterator[Line]:
+    """Processor time of both threads for an output, beyond that of the blocking loop on the same engine."""
+    for kind, streams, bound in (
+        (OutputKind.DELTA, 256, 5.0),
+        (OutputKind.CUMULATIVE, 256, None),
+        (OutputKind.DELTA, 32, None),
+        (OutputKind.DELTA, 1, None),
+    ):
+        params = SamplingParams(max_tokens=100, output_kind=kind)
+        laps = []
+        for _ in range(3 if quick else 9):
+            handed = asyncio.run(seconds_of_streams(streams, params))
+            laps.append((handed - seconds_of_loop(streams, params)) / (streams * 100) * 1e6)
+        name = f"hand-over of an output to its consumer, {kind.name.lower()}, {streams} streams"
+        yield Line(
+            name, statistics.median(laps), "us", at_most=bound, note=f"{min(laps):.2f} to {max(laps):.2f}"
+        )
+
+
+async def seconds_of_streams(streams: int, params: SamplingParams) -> float:
+    async def read(number: int) -> None:
+        async for _ in lifecycle.generate([1, 2, 3], params, str(number)):
+            pass
+
+    async with AsyncLifecycle(lambda: Computing(max_num_seqs=streams, record=False), sinks=()) as lifecycle:
+        with no_gc():
+            started = time.process_time()
+            await asyncio.gather(*map(read, range(streams)))
+            return time.process_time() - started
+
+
+def seconds_of_loop(streams: int, params: SamplingParams) -> float:
+    lifecycle = Lifecycle(Computing(max_num_seqs=streams, record=False), sinks=())
+    with no_gc():
+        started = time.process_time()
+        for number in range(streams):
+            lifecycle.add_request(str(number), [1, 2, 3], params)
+        while lifecycle.has_unfinished_requests():
+            lifecycle.step()
+        return time.process_time() - started
