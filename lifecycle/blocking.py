@@ -329,9 +329,9 @@ class Lifecycle:
     def _engine(self, *, stepped: bool = False) -> Iterator[None]:
         """The lock, with Ctrl-C held back. A second one is not: then nothing is left half done.
 
-        Whatever happened under it is told to those who wait. stepped: what is done under it is
-        a step, whose outputs are lost with its return if a Ctrl-C comes out of it: one that was
-        held back comes out before the step, or fails it.
+        Whatever happened under it is told to those who wait. stepped: what is done under it is a
+        step, whose outputs are lost if a Ctrl-C comes out of it, so that the engine has failed.
+        One that came before is raised before.
         """
         self._interrupt.begin_call()
         try:
@@ -344,8 +344,7 @@ class Lifecycle:
                         yield
                     finally:
                         self._core.events.deliver()
-                    if stepped:
-                        self._interrupt.deliver()
+                    self._interrupt.deliver()
                 except Exception:
                     raise
                 except BaseException as cause:

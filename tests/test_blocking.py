@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from engine_adapter.simulated import SamplingParams, SimulatedEngine, expected_tokens
-from lifecycle import DrainCancelled, DrainProgress, DrainTimeout, IllegalCall, Lifecycle, State
+from engine_adapter.simulated import OutputKind, SamplingParams, SimulatedEngine, expected_tokens
+from lifecycle import Closed, DrainCancelled, DrainProgress, DrainTimeout, IllegalCall, Lifecycle, State
 from lifecycle.requests import Scope
 
 PARAMS = SamplingParams(max_tokens=6, seed=3)
@@ -150,6 +150,34 @@ def test_a_blocking_call_may_outlive_its_engine(ends):
         lifecycle.add_request("r", "a prompt", PARAMS)
         ends(lifecycle)
         _ = 1 / 0
+
+
+@pytest.fixture
+def waits_for_nobody(monkeypatch):
+    """A step of a blocking call that would wait fails."""
+    monkeypatch.setattr(Lifecycle, "_wait_for_change", lambda *_: pytest.fail("it waits"))
+
+
+@pytest.mark.usefixtures("waits_for_nobody")
+def test_a_step_without_outputs_returns_where_the_engine_serves():
+    """A request whose outputs come all at the end: its blocking call steps on, and does not wait."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    params = SamplingParams(max_tokens=2, output_kind=OutputKind.FINAL_ONLY)
+    with lifecycle.scope("generate"):
+        lifecycle.add_request("r", "a prompt", params)
+        assert lifecycle.step() == []
+        assert [output.finished for output in lifecycle.step()] == [True]
+
+
+@pytest.mark.usefixtures("waits_for_nobody")
+def test_a_blocking_call_in_a_forked_child_waits_for_no_wake():
+    """Nobody there could wake the engine: it is refused like every other call."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with pytest.raises(Closed, match="belongs to the parent"), lifecycle.scope("generate"):
+        lifecycle.add_request("r", "a prompt", PARAMS)
+        lifecycle.sleep(1)
+        lifecycle._forget_parent()
+        lifecycle.step()
 
 
 # -- the end -------------------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ def nothing_is_left_half_done(world):
     world.sound()
     if life.state is State.CLOSED:
         return
+    assert life._core.ledger.scoped == 0  # no call is left that could take it
     held = set(life._core.ledger.held)
     if life.state is State.FAILED:
         with contextlib.suppress(EngineFailed):
@@ -229,12 +230,18 @@ def test_ctrl_c_in_a_call_of_a_scope_is_raised_by_that_call(call):
     nothing_is_left_half_done(world)
 
 
-def test_ctrl_c_in_our_own_code_at_the_end_of_a_scope_aborts_what_it_owns():
-    """Nothing is called after it that could raise it: the scope is left by it like by any other exception."""
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_ctrl_c_in_our_own_code_at_the_end_of_a_scope_aborts_what_it_owns(error):
+    """Nothing is called after it that could raise it: the scope is left by it like by any other exception.
+
+    One by which it is left already does not keep the requests from being aborted either.
+    """
     world = at.awake()
     with pytest.raises(KeyboardInterrupt), world.lifecycle.scope("enqueue", enqueues=True):
         world.add("mine")
         Interrupter(1).run(world.lifecycle.has_unfinished_requests)
+        if error:
+            raise error
     del world.asked["mine"]
     assert not world.lifecycle.has_unfinished_requests()
     nothing_is_left_half_done(world)

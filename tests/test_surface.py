@@ -165,7 +165,7 @@ class Waiting:
         self.lifecycle = lifecycle
         self.ended = []  # the outputs that it got, and the error
         self._added, self._go = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=self._generate)
+        self.thread = threading.Thread(target=self._generate, daemon=True)
         self.thread.start()
         assert self._added.wait(5)
 
