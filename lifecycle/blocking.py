@@ -100,7 +100,7 @@ class _DeferredInterrupt:
     """Holds back the first Ctrl-C while the main thread is inside an engine call.
 
     `with interrupt:` installs the handler for a blocking call, `begin_call()` and `end_call()`
-    mark where a signal must wait, and `deliver()` raises what was held back. A second one is
+    mark where a signal must wait; the end of either raises what was held back. A second one is
     for getting out of an engine call that hangs, so it does not wait there; in the library's
     own code, which never takes long, every one waits, and no bookkeeping is left half done.
     """
@@ -128,9 +128,9 @@ class _DeferredInterrupt:
         if get_ident() != self._main:
             return
         self._depth -= 1
-        if self._depth == 0:
-            if self._installed:
-                signal.signal(signal.SIGINT, self._before)
+        if self._depth == 0 and self._installed:
+            signal.signal(signal.SIGINT, self._before)
+        if not self._inside:
             self.deliver()
 
     def begin_call(self) -> None:
@@ -140,7 +140,7 @@ class _DeferredInterrupt:
             self._inside += 1
 
     def end_call(self) -> None:
-        """The lock was let go. What was held back is raised where nothing around holds it back."""
+        """The lock was let go: what was held back is raised."""
         if get_ident() == self._main:
             self._inside -= 1
             self.__exit__()
@@ -153,7 +153,7 @@ class _DeferredInterrupt:
             self._before(number, frame)
 
     def deliver(self) -> None:
-        """The engine call is over: raise what was held back."""
+        """Raise what was held back."""
         if self._pending and get_ident() == self._main:
             self._pending = False
             self._before(signal.SIGINT, None)
@@ -323,29 +323,36 @@ class Lifecycle:
             priority=priority,
         )
         with self._engine():
-            handle = self._core.add_request(request_id, prompt, params, options, self._scope())
-        self._interrupt.deliver()
-        return handle
+            return self._core.add_request(request_id, prompt, params, options, self._scope())
 
     @contextmanager
     def _engine(self, *, stepped: bool = False) -> Iterator[None]:
         """The lock, with Ctrl-C held back. A second one is not: then nothing is left half done.
 
-        stepped: what is done under it is a step, whose outputs may be lost then.
+        Whatever happened under it is told to those who wait. stepped: what is done under it is a
+        step, whose outputs are lost if a Ctrl-C comes out of it, so that the engine has failed.
+        One that came before is raised before.
         """
         self._interrupt.begin_call()
         try:
             with self._lock:
+                if stepped:
+                    self._interrupt.deliver()
+                seq = self._core.events.seq
                 try:
                     try:
                         yield
                     finally:
                         self._core.events.deliver()
+                    self._interrupt.deliver()
                 except Exception:
                     raise
                 except BaseException as cause:
                     self._core.interrupted(cause, stepped=stepped)
                     raise
+                finally:
+                    if self._core.events.seq != seq:
+                        self._notify()
         finally:
             self._interrupt.end_call()
 
@@ -355,8 +362,7 @@ class Lifecycle:
             raise self._core.invalid("abort_request", f"request_ids must be a list, not {request_ids!r}")
         with self._engine():
             self._core.abort_request(request_ids)
-        self._interrupt.deliver()
-        self._notify()
+            self._notify()  # it may tell nothing, and yet somebody has nothing left to wait for
 
     def step(self) -> list[Any]:
         """One step of the engine, or what waits in the mailbox: the outputs this caller may have.
@@ -367,7 +373,7 @@ class Lifecycle:
         if self._any_scope and (scope := self._scope()) is not None:
             return self._step_in_scope(scope)
         fair = self._lock
-        if fair.turnstile.locked() or fair.lock.locked():
+        if fair.turnstile.locked() or fair.lock.locked() or not self._core.open:
             with self._engine(stepped=True):
                 return self._core.step()
         with fair.lock:  # nobody waits: the turnstile would cost more than the rest of the way
@@ -388,17 +394,10 @@ class Lifecycle:
         core = self._core
         while True:
             seen = self._changes
-            outputs: list[Any] | None = None
             with self._engine():
-                waits = core.state in (State.DRAINING, State.SLEEPING, State.PARTIALLY_AWAKE)
-                if not waits or core.forked:
-                    outputs = core.step(scope)
-                elif core.ledger.mailbox or not scope.live:
-                    outputs = core.ledger.take(scope)
-            self._interrupt.deliver()
-            if core.ledger.mailbox:
-                self._notify()  # somebody else's outputs came with ours
-            if outputs or (outputs is not None and not (waits and scope.live)):
+                steps = core.forked or core.state not in (State.DRAINING, *ASLEEP)
+                outputs = core.step(scope) if steps else core.ledger.take(scope)
+            if outputs or steps or not scope.live:
                 return outputs
             self._wait_for_change(seen)
 
@@ -427,33 +426,30 @@ class Lifecycle:
             yield
             return
         ledger = self._core.ledger
+        scope = Scope(call, keeps=claims_enqueued)
         with self._interrupt:
-            with self._engine():
-                if not enqueues and not (claims_enqueued and ledger.all_delivered(ledger.enqueued)):
-                    self._core.require(call, Need.SERVING)
-                scope = Scope(call, keeps=claims_enqueued)
-                if claims_enqueued:
-                    ledger.own(ledger.owned_by(ledger.enqueued), scope)
-                    scope.error, ledger.enqueued.error = ledger.enqueued.error, None
-                self._scopes.current = scope
-                self._any_scope = True
             try:
-                self._interrupt.deliver()
+                with self._engine():
+                    if not enqueues and not (claims_enqueued and ledger.all_delivered(ledger.enqueued)):
+                        self._core.require(call, Need.SERVING)
+                    if claims_enqueued:
+                        ledger.own(ledger.owned_by(ledger.enqueued), scope)
+                        scope.error, ledger.enqueued.error = ledger.enqueued.error, None
+                    self._scopes.current = scope
+                    self._any_scope = True
                 yield
-                self._interrupt.deliver()
+                self._interrupt.deliver()  # came in our own code, while the block was at its end
                 if scope.error is not None:  # the call would return less than it was asked for
                     raise scope.error  # noqa: TRY301  (left like any scope that fails)
             except BaseException:
                 with self._engine():
                     self._abandon(scope)
-                self._notify()
                 raise
             finally:
                 self._scopes.current = None
             with self._engine():
                 heir = ledger.enqueued if enqueues or claims_enqueued else ledger.anybody
                 ledger.own(ledger.owned_by(scope), heir)
-            self._interrupt.deliver()
 
     def _abandon(self, scope: Scope) -> None:
         """A scope was left by an exception: nobody will take what it owns."""
@@ -462,7 +458,7 @@ class Lifecycle:
         keep = [record for record in owned if scope.keeps and record.request_id in core.ledger.undelivered]
         core.ledger.own(keep, core.ledger.enqueued)
         rest = [record.handle for record in owned if record not in keep]
-        if rest and core.state is not State.CLOSED and not core.forked:
+        if core.state is not State.CLOSED and not core.forked:
             core.abort_request(rest)
         core.ledger.give_back(scope)
 
@@ -514,10 +510,8 @@ class Lifecycle:
             try:
                 with self._engine():
                     sleep = self._core.begin_sleep(level, mode, **limits)
-                self._notify()
                 seen = 0
                 while (report := self._advance(sleep)) is None:
-                    self._interrupt.deliver()
                     if progress is not None and sleep.steps > seen:
                         seen = sleep.steps
                         self._report_progress(sleep, progress)
@@ -526,9 +520,6 @@ class Lifecycle:
                     with self._engine():
                         sleep.cancel()
                 raise
-            finally:
-                self._notify()
-            self._interrupt.deliver()
         return report
 
     def _advance(self, sleep: Sleep) -> SleepReport | None:
@@ -547,8 +538,6 @@ class Lifecycle:
         try:
             progress(view)
         except Exception as error:
-            with self._engine():
-                sleep.cancel()
             raise sleep.cancelled(f"the progress callback raised {error!r}") from error
 
     def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
@@ -558,16 +547,12 @@ class Lifecycle:
         IllegalCall, WakeFailed (try again), EngineFailed.
         """
         with self._engine():
-            report = self._core.wake_up(tags)
-        self._notify()
-        return report
+            return self._core.wake_up(tags)
 
     def resume(self) -> WakeReport:
         """End a pause (level 0); asleep deeper than that, the next wake will not stop at it."""
         with self._engine():
-            report = self._core.resume()
-        self._notify()
-        return report
+            return self._core.resume()
 
     def release_kv_cache_memory(self) -> None:
         """Drop the KV cache's memory while paused (level 0) with nothing in flight."""
@@ -579,16 +564,12 @@ class Lifecycle:
     def reload_weights(self, version: str | None = None, **kwargs: Any) -> LoadReport:
         """Reload the weights through the engine: from its checkpoint, or as vLLM's own keywords say."""
         with self._engine():
-            report = self._core.reload_weights(version, **kwargs)
-        self._notify()
-        return report
+            return self._core.reload_weights(version, **kwargs)
 
     def mark_weights_loaded(self, version: str | None = None) -> LoadReport:
         """Say that the weights are loaded. Raises WeightsNotValid, naming what is not."""
         with self._engine():
-            report = self._core.mark_weights_loaded(version)
-        self._notify()
-        return report
+            return self._core.mark_weights_loaded(version)
 
     # -- the rest of the engine's surface --------------------------------------------------------------
 
@@ -633,9 +614,7 @@ class Lifecycle:
             if self._build is None:
                 msg = "cannot recover an engine that was handed over: build a new one and attach to it"
                 raise IllegalCall(msg, call="recover", state=self.state.value, needs="an engine built here")
-            admitted = self._core.recover(self._build)
-        self._notify()
-        return admitted
+            return self._core.recover(self._build)
 
     def disown(self, undo: Callable[[], None]) -> None:
         """The engine is somebody else's: never shut it down, and run `undo` at the end."""
@@ -655,7 +634,6 @@ class Lifecycle:
                     raise IllegalCall(msg, call="detach", state=core.state.value, needs="nothing held")
                 core.close(shutdown=False)
         finally:
-            self._notify()
             while core.state is State.CLOSED and self._undo:
                 self._undo.pop()()
 
@@ -664,11 +642,8 @@ class Lifecycle:
         if not self._owned:
             self.detach()
             return
-        try:
-            with self._engine():
-                self._core.close(shutdown=True)
-        finally:
-            self._notify()
+        with self._engine():
+            self._core.close(shutdown=True)
 
     def __enter__(self) -> Self:
         return self

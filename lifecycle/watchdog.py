@@ -64,6 +64,7 @@ class Watchdog:
         os.set_blocking(self._reads, False)
         os.set_blocking(self._writes, False)  # a handler must not wait for its reader
         self._stopping = False
+        self._ending = threading.RLock()  # held to write into the pipe, and to close it
         if signum is not None:
             faulthandler.register(signum, self._writes, all_threads=True, chain=False)
             _listened_to.add(signum)
@@ -74,10 +75,11 @@ class Watchdog:
 
     def stop(self) -> None:
         """Watch no more. Safe to call twice."""
-        if self._stopping:
-            return
-        self._stopping = True
-        os.write(self._writes, b".")
+        with self._ending:
+            if self._stopping:
+                return
+            self._stopping = True
+            os.write(self._writes, b".")
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -110,12 +112,13 @@ class Watchdog:
                         core.events.emit("stalled", call=call, duration_s=age, stacks=stacks())
                 del core
         finally:
-            self._stopping = True
-            if self._signum is not None:
-                faulthandler.unregister(self._signum)
-                _listened_to.discard(self._signum)
-            os.close(self._reads)
-            os.close(self._writes)
+            with self._ending:
+                self._stopping = True
+                if self._signum is not None:
+                    faulthandler.unregister(self._signum)
+                    _listened_to.discard(self._signum)
+                os.close(self._reads)
+                os.close(self._writes)
 
     def _read_dump(self) -> str:
         time.sleep(_DUMP_S)

@@ -1,6 +1,7 @@
 """The core, rule by rule: how an engine is found, what is refused and in which words, what events say."""
 
 import itertools
+import threading
 import time
 from dataclasses import replace
 
@@ -186,6 +187,24 @@ def test_a_forked_child_may_call_nothing():
             refused()
         assert caught.value.legal == ()
     assert engine.calls == reached
+
+
+def test_a_forked_child_waits_for_no_lock_of_its_parents_threads_to_tell():
+    """A thread that is gone may have been telling an event when the process forked."""
+    lifecycle, _ = make()
+    refused = []
+
+    def in_the_child():
+        with pytest.raises(Closed) as caught:
+            lifecycle.wake_up()
+        refused.append(caught.value)
+
+    with lifecycle._core.events._lock:
+        lifecycle._forget_parent()
+        child = threading.Thread(target=in_the_child, daemon=True)
+        child.start()
+        child.join(5)
+        assert len(refused) == 1
 
 
 def test_while_a_call_is_inside_the_engine_only_reading_is_legal():
@@ -411,6 +430,14 @@ def test_an_interrupted_step_fails_though_nothing_looks_broken(busy):
     assert [event["call"] for event in told(lifecycle, "failed")] == ["step"]
 
 
+def test_the_failure_that_an_interrupt_left_has_it_as_its_cause():
+    """Whoever is told later, a stream for one, sees why."""
+    lifecycle, _ = make()
+    cause = KeyboardInterrupt()
+    lifecycle._core.interrupted(cause, stepped=True)
+    assert lifecycle._core.failure.__cause__ is cause
+
+
 def test_an_interrupt_that_broke_the_ledger_fails_and_mends_it():
     """A request is in two places and another was never counted: each ends once, and nothing is under way."""
     lifecycle, _ = make()
@@ -477,6 +504,15 @@ def test_the_samples_of_a_request_end_one_by_one():
     assert lifecycle.sleep(0, "abort").aborted == ("r",)
     assert [output.finished for output in lifecycle.step()] == [False, False, True]
     assert lifecycle.check() == []
+
+
+def test_an_abort_that_comes_after_the_end_leaves_the_last_output_to_be_taken():
+    """Where its outputs are still waited for, a request that ended is not aborted any more."""
+    lifecycle, _ = make()
+    add(lifecycle, "r", tokens=1)
+    lifecycle.sleep(1, "wait_all")
+    lifecycle._core.abort_request(["r"], tell=True)
+    assert [output.outputs[0].finish_reason for output in lifecycle.step()] == ["length"]
 
 
 def test_an_id_is_free_once_the_engine_has_let_it_go():

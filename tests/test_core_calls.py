@@ -445,6 +445,19 @@ def test_an_update_that_came_to_its_end_is_whole(emptied):
     assert (emptied.state, emptied.snapshot().weights) == (State.AWAKE, "valid")
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_prefix_cache_that_stays_is_recorded_and_one_that_goes_is_not(done):
+    """Requests that use it keep it; the caller is told so, and so is the log."""
+    lifecycle, engine = make()
+    if not done:
+        add(lifecycle, "r")
+        lifecycle.step()
+    assert lifecycle.reset_prefix_cache() is done
+    noted = [(event["call"], event["error"]) for event in told(lifecycle, "noop")]
+    assert noted == ([] if done else [("reset_prefix_cache", "returned False")])
+    sound(lifecycle, engine)
+
+
 def test_a_callable_goes_by_its_name():
     """Whoever gives a function is asked for what a method of that name needs; a nameless one is harmless."""
     lifecycle, engine = make()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import lifecycle
-from lifecycle import EngineFailed, State
+from lifecycle import EngineFailed, IllegalCall, State
 from tests import fault_world as at
 from tests import report
 from tests.fault_world import OPS
@@ -150,6 +150,7 @@ def nothing_is_left_half_done(world):
     world.sound()
     if life.state is State.CLOSED:
         return
+    assert life._core.ledger.scoped == 0  # no call is left that could take it
     held = set(life._core.ledger.held)
     if life.state is State.FAILED:
         with contextlib.suppress(EngineFailed):
@@ -205,13 +206,18 @@ def test_ctrl_c_in_a_step_of_a_scope_waits_for_its_end():
     nothing_is_left_half_done(world)
 
 
-@pytest.mark.parametrize("call", ["add", "abort"])
+@pytest.mark.parametrize("call", ["add", "abort", "step", "apply_model"])
 def test_ctrl_c_in_a_call_of_a_scope_is_raised_by_that_call(call):
     """It waits for the end of the engine call, and not until the scope is left."""
     world = at.running()
-    calls = {"add": lambda: world.add("mine"), "abort": lambda: world.lifecycle.abort_request(["mine"])}
+    calls = {
+        "add": lambda: world.add("mine"),
+        "abort": lambda: world.lifecycle.abort_request(["mine"]),
+        "step": world.step,
+        "apply_model": lambda: world.lifecycle.apply_model(len),
+    }
     with pytest.raises(KeyboardInterrupt, match=call), world.lifecycle.scope("generate"):
-        if call == "abort":
+        if call != "add":
             world.add("mine")
         with ctrl_c_in(world, call):
             try:
@@ -220,6 +226,36 @@ def test_ctrl_c_in_a_call_of_a_scope_is_raised_by_that_call(call):
                 raise KeyboardInterrupt(call) from None
         pytest.fail("the call returned")
     world.asked.pop("mine", None)
+    assert world.lifecycle.state is State.RUNNING
+    nothing_is_left_half_done(world)
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_ctrl_c_in_our_own_code_at_the_end_of_a_scope_aborts_what_it_owns(error):
+    """Nothing is called after it that could raise it: the scope is left by it like by any other exception.
+
+    One by which it is left already does not keep the requests from being aborted either.
+    """
+    world = at.awake()
+    with pytest.raises(KeyboardInterrupt), world.lifecycle.scope("enqueue", enqueues=True):
+        world.add("mine")
+        Interrupter(1).run(world.lifecycle.has_unfinished_requests)
+        if error:
+            raise error
+    del world.asked["mine"]
+    assert not world.lifecycle.has_unfinished_requests()
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_in_the_look_at_whether_a_scope_may_begin_is_raised_before_its_block():
+    """The engine is asked for weights that nobody saw being loaded; the block never runs."""
+    world = at.loaded_unseen()
+    with (
+        ctrl_c_in(world, "missing_weights"),
+        pytest.raises(KeyboardInterrupt),
+        world.lifecycle.scope("generate"),
+    ):
+        pytest.fail("the block runs")
     assert world.lifecycle.state is State.RUNNING
     nothing_is_left_half_done(world)
 
@@ -272,6 +308,76 @@ def test_ctrl_c_in_a_plain_step_is_not_held_back():
     with ctrl_c_in(world, "step"), pytest.raises(KeyboardInterrupt):
         world.step()
     assert world.lifecycle.state is State.FAILED
+    nothing_is_left_half_done(world)
+
+
+@contextlib.contextmanager
+def another_thread_waits(world):
+    """For the engine, so that a step takes its turn behind it."""
+    fair = world.lifecycle._lock
+    fair.turnstile.acquire()
+    let_go = threading.Timer(0.1, fair.turnstile.release)
+    let_go.start()
+    yield
+    let_go.join(5)
+
+
+def test_ctrl_c_in_a_step_that_took_its_turn_fails_it_too():
+    """What it put out would be lost with its return, and nobody would know."""
+    world = at.running()
+    with another_thread_waits(world), ctrl_c_in(world, "step"), pytest.raises(KeyboardInterrupt):
+        world.step()
+    assert world.lifecycle.state is State.FAILED
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_while_a_step_waits_for_its_turn_comes_before_it():
+    """The engine is not stepped at all, and is as good as before."""
+    world = at.running()
+    stepped = world.engine.log.count("step")
+
+    def press():
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with another_thread_waits(world), pytest.raises(KeyboardInterrupt):
+        world.step()
+    presser.join(5)
+    assert (world.lifecycle.state, world.engine.log.count("step")) == (State.RUNNING, stepped)
+    world.finish()
+    assert all(world.is_right(name) for name in world.asked)
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_while_the_mailbox_is_handed_out_is_a_failure(monkeypatch):
+    """What was taken out of it is lost with the return of the step, asleep as well as awake."""
+    world = at.asleep(1)
+    take = world.core.ledger.take
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            world.core.ledger, "take", lambda owner: (take(owner), signal.raise_signal(signal.SIGINT))[0]
+        )
+        world.step()
+    assert world.lifecycle.state is State.FAILED
+    nothing_is_left_half_done(world)
+
+
+def test_ctrl_c_in_an_engine_call_is_not_raised_by_a_call_from_inside_it():
+    """That one is refused, and the engine's own call comes to its end first."""
+    world = at.awake()
+    refused = []
+
+    def calls_back(_):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(IllegalCall) as caught:
+            world.lifecycle.abort_request(["r"])
+        refused.append(caught.value)
+
+    with pytest.raises(KeyboardInterrupt):
+        world.lifecycle.apply_model(calls_back)
+    assert (world.lifecycle.state, len(refused)) == (State.AWAKE, 1)
     nothing_is_left_half_done(world)
 
 

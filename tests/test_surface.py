@@ -1,5 +1,6 @@
 """The edges of `Lifecycle`'s surface: with no handler of Ctrl-C, forked, as a context manager, in reports."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -9,8 +10,20 @@ import weakref
 
 import pytest
 
-from engine_adapter.simulated import SamplingParams, SimulatedEngine
-from lifecycle import Closed, IllegalCall, InternalError, InvalidArgument, Lifecycle, State, blocking, cli
+from engine_adapter.simulated import SamplingParams, SimulatedEngine, make_weights
+from lifecycle import (
+    Closed,
+    DrainCancelled,
+    EngineFailed,
+    IllegalCall,
+    InternalError,
+    InvalidArgument,
+    Lifecycle,
+    LifecycleError,
+    State,
+    blocking,
+    cli,
+)
 from lifecycle.engine import SleepReport, WakeReport
 from lifecycle.table import Trigger
 
@@ -84,10 +97,12 @@ def test_a_ctrl_c_out_of_a_sink_at_the_beginning_leaves_no_engine_behind():
 
 
 def test_options_left_out_are_what_the_reference_says():
-    """Rank 0, 120 seconds until a drain has stalled, 4,096 events."""
+    """Rank 0, 120 seconds until a drain has stalled, 60 until a call has, 4,096 events."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
     assert lifecycle.events()[0]["rank"] == 0
     assert lifecycle._core.stall_s == 120
+    with lifecycle.watch() as watchdog:
+        assert watchdog._limit_s == 60
     for number in range(5000):
         lifecycle._core.events.emit("closed", count=number)
     assert len(lifecycle.events()) == 4096
@@ -143,45 +158,122 @@ def test_a_call_from_inside_a_step_is_refused_and_a_later_one_is_not():
     assert not lifecycle.has_unfinished_requests()
 
 
-def waiting_in_a_scope(lifecycle, request_id, done):
-    """A thread in a blocking call that waits for the wake, with nothing but what it is told."""
-    added, asleep = threading.Event(), threading.Event()
+class Waiting:
+    """A thread in a blocking call whose step waits for another thread, with nothing but what it is told."""
 
-    def generate():
-        with lifecycle.scope("generate"):
-            lifecycle.add_request(request_id, "a prompt", SamplingParams(max_tokens=4))
-            added.set()
-            asleep.wait(5)
-            while lifecycle.has_unfinished_requests():
-                for output in lifecycle.step():
-                    done.append(output.request_id)
+    def __init__(self, lifecycle):
+        self.lifecycle = lifecycle
+        self.ended = []  # the outputs that it got, and the error
+        self._added, self._go = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._generate, daemon=True)
+        self.thread.start()
+        assert self._added.wait(5)
 
-    thread = threading.Thread(target=generate)
-    thread.start()
-    assert added.wait(5)
-    lifecycle.sleep(1)
-    asleep.set()
-    time.sleep(0.05)  # it has begun to wait
-    return thread
+    def _generate(self):
+        try:
+            with self.lifecycle.scope("generate"):
+                self.lifecycle.add_request("r", "a prompt", SamplingParams(max_tokens=4))
+                self._added.set()
+                self._go.wait(5)
+                while self.lifecycle.has_unfinished_requests():
+                    self.ended += [output.outputs[0].finish_reason for output in self.lifecycle.step()]
+        except LifecycleError as error:
+            self.ended.append(type(error))
+
+    def begin(self, *_):
+        """It steps from now on; if it has to wait, it waits."""
+        self._go.set()
+        time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("change", "served"),
-    [
-        (lambda lifecycle: lifecycle.abort_request(["r"]), []),
-        (lambda lifecycle: lifecycle.wake_up(), ["r"]),
-    ],
-)
-def test_whoever_waits_is_told_of_every_change(monkeypatch, change, served):
-    """An abort by another thread, or the wake: not found by looking again after a while."""
+def fails(lifecycle):
+    lifecycle._core.engine.faults.add("wake_up", raises=RuntimeError("half"))
+    with pytest.raises(EngineFailed):
+        lifecycle.wake_up()
+
+
+def is_let_go(lifecycle):
+    lifecycle.disown(lambda: None)
+    lifecycle.detach()
+
+
+def loads_unseen(lifecycle, call):
+    lifecycle._core.engine.load_weights(make_weights().items())
+    call()
+
+
+def asleep_without_weights(lifecycle):
+    lifecycle.sleep(2)
+    lifecycle.wake_up()
+
+
+SERVED = [None, None, None, "length"]
+CHANGES = {
+    "an abort": (lambda life: life.sleep(1), lambda life: life.abort_request(["r"]), []),
+    "a wake": (lambda life: life.sleep(1), lambda life: life.wake_up(), SERVED),
+    "a wake that fails": (lambda life: life.sleep(1), fails, [EngineFailed]),
+    "the end of a pause": (lambda life: life.pause("wait"), lambda life: life.resume(), SERVED),
+    "a reload": (asleep_without_weights, lambda life: life.reload_weights(), SERVED),
+    "a load by the workers": (
+        asleep_without_weights,
+        lambda life: life.collective_rpc("reload_weights"),
+        SERVED,
+    ),
+    "the caller's word": (
+        asleep_without_weights,
+        lambda life: loads_unseen(life, life.mark_weights_loaded),
+        SERVED,
+    ),
+    "a load that an admission finds": (
+        asleep_without_weights,
+        lambda life: loads_unseen(life, lambda: life.add_request("s", "a prompt", SamplingParams())),
+        SERVED,
+    ),
+    "a load that a step finds": (
+        asleep_without_weights,
+        lambda life: loads_unseen(life, life.step),
+        SERVED,
+    ),
+    "a deeper sleep": (lambda life: life.sleep(0, "keep"), lambda life: life.sleep(1, "abort"), ["abort"]),
+    "a detachment": (lambda life: life.sleep(1, "keep"), is_let_go, [Closed]),
+    "the end": (lambda life: life.sleep(1), lambda life: life.close(), [Closed]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whoever_waits_is_told_of_every_change(monkeypatch, change):
+    """Whatever another thread's call changes is not found by looking again after a while."""
+    monkeypatch.setattr(blocking, "_LOOK_AGAIN_S", 60)
+    falls_asleep, changes, ended = CHANGES[change]
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    waiting = Waiting(lifecycle)
+    falls_asleep(lifecycle)
+    waiting.begin()
+    assert (waiting.thread.is_alive(), waiting.ended) == (True, [])
+    changes(lifecycle)
+    waiting.thread.join(5)
+    assert not waiting.thread.is_alive()
+    assert waiting.ended == ended
+    assert lifecycle.check() == []
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_whoever_waits_for_a_drain_is_told_of_its_end(monkeypatch, rolled_back):
+    """What it finished can be taken then; after a rollback the call goes on by itself."""
     monkeypatch.setattr(blocking, "_LOOK_AGAIN_S", 60)
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
-    done = []
-    thread = waiting_in_a_scope(lifecycle, "r", done)
-    change(lifecycle)
-    thread.join(5)
-    assert not thread.is_alive()
-    assert done == (["r"] * 4 if served else [])
+    waiting = Waiting(lifecycle)
+
+    def progress(_):
+        waiting.begin()
+        if rolled_back:
+            raise ZeroDivisionError
+
+    with pytest.raises(DrainCancelled) if rolled_back else contextlib.nullcontext():
+        lifecycle.sleep(1, "wait_all", progress=progress)
+    waiting.thread.join(5)
+    assert not waiting.thread.is_alive()
+    assert waiting.ended == SERVED
 
 
 def test_a_scope_in_a_scope_is_the_outer_one():

@@ -126,6 +126,20 @@ def test_a_watchdog_leaves_nothing_behind():
     assert not faulthandler.unregister(signal.SIGUSR1)
 
 
+def test_a_pipe_is_not_closed_before_its_last_byte(monkeypatch):
+    """The thread may see that it must end before `stop()` has written: no other file gets that byte."""
+    watching = Lifecycle(SimulatedEngine(), sinks=()).watch(60)
+    write = os.write
+
+    def late(file, data):
+        watching._thread.join(0.1)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", late)
+    watching.stop()
+    assert not watching._thread.is_alive()
+
+
 def test_a_signal_never_waits_for_its_reader():
     """The stacks of many threads are longer than a pipe: what does not fit is left out, and nobody blocks."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
