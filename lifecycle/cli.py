@@ -29,6 +29,7 @@ examples:
   lifecycle doctor              what the installed vLLM can do, and what a missing part costs
   lifecycle doctor --json       the same for a program
   lifecycle demo                rollouts, sleep and wake on a real vLLM for CPUs
+  lifecycle demo --async        the same with concurrent streams, printed side by side
   lifecycle demo --simulated    the same story in a second, without vLLM or torch
   MODEL=/models/my-model lifecycle demo
   FAULT=drop lifecycle demo --simulated
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
         return _doctor(as_json=arguments.json)
-    status: int = importlib.import_module("engine_adapter.demo").run(simulated=arguments.simulated)
+    demo = importlib.import_module("engine_adapter.demo")
+    status: int = demo.run(simulated=arguments.simulated, asynchronous=arguments.asynchronous)
     return status
 
 
@@ -68,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="one JSON object")
     demo = commands.add_parser(
         "demo", help="watch a drain, a sleep and a wake", description=_DEMO_HELP, formatter_class=raw
+    )
+    demo.add_argument(
+        "--async",
+        dest="asynchronous",
+        action="store_true",
+        help="through AsyncLifecycle: concurrent streams, side by side as they come",
     )
     demo.add_argument("--simulated", action="store_true", help="on the simulated engine: no vLLM, no model")
     return parser

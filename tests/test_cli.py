@@ -33,7 +33,7 @@ def test_help_shows_examples(capsys):
         cli.main(["--help"])
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
-    for example in ("lifecycle doctor --json", "lifecycle demo --simulated", "MODEL=", "FAULT="):
+    for example in ("lifecycle doctor --json", "demo --async", "demo --simulated", "MODEL=", "FAULT="):
         assert example in shown
 
 

@@ -1,22 +1,26 @@
 """The demo: the story ends well, and a planted fault never goes unnoticed."""
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from engine_adapter import demo
-from lifecycle import Lifecycle
+from engine_adapter import demo, demo_async, demo_screen, demo_stage
+from engine_adapter.demo_screen import Frame, StreamView
+from lifecycle import AsyncLifecycle, IllegalCall, Lifecycle
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = {"drop": "r04 lost", "dup": "r04 delivered twice", "alter": "r04 different"}
 BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
 SIMULATED = "from lifecycle.cli import main; sys.exit(main(['demo', '--simulated']))"
+SIMULATED_ASYNC = SIMULATED.replace("'--simulated'", "'--simulated', '--async'")
 
 
 def environment(**changes):
@@ -40,9 +44,9 @@ def same_rows(done):
     return re.findall(r"^r\d\d .* same +same ", done.stdout, re.MULTILINE)
 
 
-def play_without(*names):
+def play_without(*names, code=SIMULATED):
     """The simulated demo in a process where these modules can't be imported."""
-    code = BLOCK.format(names=names) + SIMULATED
+    code = BLOCK.format(names=names) + code
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), check=False, capture_output=True, text=True
     )
@@ -108,22 +112,23 @@ def test_planted_fault_is_noticed(fault, told):
 )
 def test_comparison_sees_every_difference(tokens, ends, told):
     """Same means the same tokens in the same order and exactly one last output."""
-    difference = demo._difference([1, 2, 3], tokens, ends)
+    difference = demo_stage.difference([1, 2, 3], tokens, ends)
     assert difference.startswith(told)
     assert bool(difference) == bool(told)
 
 
 def test_a_request_that_was_never_seen_is_noticed(capsys):
     """The comparison goes by the reference, so a request without any output is lost, not skipped."""
-    problems = demo._compare(demo.Screen(), {"r00": [1]}, demo.Collected(), {"r00": [1]})
+    screen, nothing = demo_screen.Screen(), demo_stage.Collected()
+    problems = demo_stage.compare(screen, {"r00": [1]}, nothing, {"r00": [1]})
     assert problems == ["r00 lost: its last output never came, 0 of 1 tokens did"]
-    problems = demo._compare(demo.Screen(), {"r00": []}, demo.Collected(ended={"r00": [""]}), {})
+    problems = demo_stage.compare(screen, {"r00": []}, demo_stage.Collected(ended={"r00": [""]}), {})
     assert problems == ["r00 after level 2: lost: its last output never came, 0 of 0 tokens did"]
 
 
 def test_an_unsafe_call_that_is_served_is_noticed(monkeypatch, capsys):
     """If the lifecycle let an unsafe call through, the demo fails and names the call."""
-    monkeypatch.setattr(demo, "_screen", demo.Screen)
+    monkeypatch.setattr(demo, "make_screen", demo_screen.Screen)
     real = Lifecycle.step
     monkeypatch.setattr(Lifecycle, "step", lambda self: [] if self.is_sleeping() else real(self))
     assert demo.run(simulated=True) == 1
@@ -132,14 +137,14 @@ def test_an_unsafe_call_that_is_served_is_noticed(monkeypatch, capsys):
 
 def test_misuse_of_the_engine_is_noticed(monkeypatch, capsys):
     """If an illegal call reached the engine, the demo fails and shows which."""
-    build = demo._on_simulated
+    build = demo.on_simulated
 
     def spoiled():
         stage = build()
         stage.misuse.append("step while asleep")
         return stage
 
-    monkeypatch.setattr(demo, "_on_simulated", spoiled)
+    monkeypatch.setattr(demo, "on_simulated", spoiled)
     assert demo.run(simulated=True) == 1
     assert "an illegal call reached the engine: step while asleep" in capsys.readouterr().out
 
@@ -171,7 +176,7 @@ def test_model_that_vllm_can_not_serve(tmp_path):
 
 def test_without_vllm_the_simulated_demo_is_offered(monkeypatch, capsys):
     """Where vLLM is not installed the demo can't start, and names the one that can."""
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_stage.importlib.util, "find_spec", lambda name: None)
     assert demo.run() == 2
     assert "--simulated" in capsys.readouterr().out
 
@@ -182,17 +187,245 @@ def test_ctrl_c_ends_cleanly(monkeypatch, capsys):
     def interrupted():
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(demo, "_on_simulated", interrupted)
+    monkeypatch.setattr(demo, "on_simulated", interrupted)
     assert demo.run(simulated=True) == 130
     assert "Interrupted." in capsys.readouterr().out
 
 
+# -- the asynchronous telling ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The asynchronous demo in this process, with short steps and a short sleep."""
+    monkeypatch.setattr(demo_stage, "SIMULATED_STEP_S", 0.004)
+    monkeypatch.setattr(demo_async, "_ASLEEP_S", 0.02)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("FAULT", raising=False)
+    return lambda: demo.run(simulated=True, asynchronous=True)
+
+
+def test_async_demo_ends_well():
+    """Concurrent streams, drained, held and woken, have the tokens of the run without; nothing is redrawn."""
+    done = play("--simulated", "--async")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "All 12 requests" in done.stdout
+    assert "No illegal call reached the engine." in done.stdout
+    assert len(same_rows(done)) == 12
+    for told in (
+        "draining: 4 draining, 5 held, 2 finished, 1 later",
+        "cannot wake_up while draining",
+        "sleeping: 6 held, 6 finished",
+        "generate('r11') is held: 6 wait now",
+        "cannot reload_weights while sleeping",
+        "all memory is awake, and 12 streams are held",
+    ):
+        assert told in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_async_demo_needs_neither_vllm_nor_torch_nor_rich():
+    """Without vLLM, torch and rich the streams are printed in plain text."""
+    done = play_without("vllm", "torch", "transformers", "rich", code=SIMULATED_ASYNC)
+    assert done.returncode == 0, done.stderr
+    assert "draining: 4 draining, 5 held, 2 finished, 1 later" in done.stdout
+    assert len(same_rows(done)) == 12
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS.items())
+def test_planted_fault_in_a_stream_is_noticed(fault, told, quick, monkeypatch, capsys):
+    """An output of a stream that is dropped, doubled or altered fails the demo, by its request's name."""
+    monkeypatch.setenv("FAULT", fault)
+    assert quick() == 1
+    shown = capsys.readouterr().out
+    assert f"FAILED: {told}" in shown
+    assert shown.count("NOT THE SAME") == 1
+    assert "All 12 requests" not in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ("sleeping", "r11 was served while the engine slept"),
+        ("partially_awake", "r00 was served from discarded weights"),
+    ],
+)
+def test_a_stream_that_is_served_and_not_held_is_noticed(state, told, quick, monkeypatch, capsys):
+    """If a stream brought something while it must be held, the demo fails and names it."""
+    real = AsyncLifecycle.generate
+
+    async def generate(self, prompt, params, name):
+        if self.state == state:
+            nothing = SimpleNamespace(token_ids=[], text="")
+            yield SimpleNamespace(request_id=name, outputs=[nothing], finished=False)
+        async for output in real(self, prompt, params, name):
+            yield output
+
+    monkeypatch.setattr(AsyncLifecycle, "generate", generate)
+    assert quick() == 1
+    assert f"FAILED: {told}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("call", ["wake_up", "reload_weights"])
+def test_an_unsafe_call_from_asyncio_that_is_served_is_noticed(call, quick, monkeypatch, capsys):
+    """If an unsafe call beside the streams was let through, the demo fails and names the call."""
+    real = getattr(AsyncLifecycle, call)
+
+    async def lenient(self, *arguments):
+        try:
+            return await real(self, *arguments)
+        except IllegalCall:
+            return None
+
+    monkeypatch.setattr(AsyncLifecycle, call, lenient)
+    assert quick() == 1
+    assert re.search(rf"FAILED: {call}\(\) .* was served although it is unsafe", capsys.readouterr().out)
+
+
+def test_misuse_of_the_engine_beside_streams_is_noticed(quick, monkeypatch, capsys):
+    """If an illegal call reached the engine in its thread, the demo fails and shows which."""
+    build = demo.on_simulated
+
+    def spoiled():
+        stage = build()
+        stage.misuse.append("step while asleep")
+        return stage
+
+    monkeypatch.setattr(demo, "on_simulated", spoiled)
+    assert quick() == 1
+    assert "an illegal call reached the engine: step while asleep" in capsys.readouterr().out
+
+
+def test_what_keeps_the_engine_from_being_built_in_its_thread_is_told(monkeypatch, capsys):
+    """What the building thread can't do ends the demo as it ends the blocking one: status 2, the reason."""
+    monkeypatch.setattr(demo_stage.importlib.util, "find_spec", lambda name: None)
+    assert demo.run(asynchronous=True) == 2
+    assert "--simulated" in capsys.readouterr().out
+
+
+def test_streams_are_printed_while_they_run():
+    """Not on a terminal the streams are seen half done, while the engine drains; Ctrl-C ends cleanly."""
+    command = [sys.executable, "-m", "lifecycle", "demo", "--simulated", "--async"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if re.search(r"r02 draining \d\d/40 …?[a-z]{8}", line):
+                break
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
+    assert process.returncode == 130
+    assert shown.rstrip().endswith("Interrupted.")
+    assert errors == ""
+
+
+def test_ctrl_c_gives_the_terminal_back():
+    """On a terminal a panel for each stream is redrawn in place; Ctrl-C ends it and shows the cursor."""
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "lifecycle", "demo", "--simulated", "--async"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(TERM="xterm", LINES="40"),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while b"r02 draining" not in shown:
+            shown += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(master, 65536):
+                shown += more
+        except OSError:  # how Linux says that nobody holds the other end any more
+            pass
+    os.close(master)
+    assert process.returncode == 130
+    for seen in ("╭─", "r06 held", "\x1b[1A"):
+        assert seen.encode() in shown
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert b"Interrupted." in shown
+    assert b"Traceback" not in shown
+
+
+def test_a_log_with_colours_is_not_redrawn(quick, monkeypatch, capsys):
+    """FORCE_COLOR gives a log its colours, and no movements of a cursor that it has not."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert quick() == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[36m" in shown or "\x1b[1;36m" in shown
+    assert not re.search(r"\x1b\[\d*[ABCDHJK]|\x1b\[\?", shown)
+
+
+def frame(texts):
+    """A frame of streams with these texts."""
+    statuses = ("running", "draining", "held", "finished", "waiting", "later")
+    return Frame(
+        "draining",
+        1.5,
+        [
+            StreamView(f"r{place:02}", statuses[place % 6], len(text), 99, text)
+            for place, text in enumerate(texts)
+        ],
+    )
+
+
+@pytest.mark.parametrize("width", [30, 37, 80, 120, 200])
+def test_rows_are_aligned_and_cut_from_the_left(width):
+    """In rows every stream has its own place; of a long text the end is seen, with a mark where it is cut."""
+    texts = ["", "short", *["".join(f"{n} " for n in range(40)) + f"end{place:02}" for place in range(10)]]
+    rows = frame(texts).rows(width)
+    shown = "\n".join(rows)
+    assert all(len(row) <= width for row in rows)
+    assert [shown.count(f"r{place:02} ") for place in range(12)] == [1] * 12
+    assert [shown.count(f"end{place:02}") for place in range(10)] == [1] * 10
+    assert shown.count("…") == 10
+    starts = {tuple(found.start() for found in re.finditer(r"r\d\d ", row)) for row in rows}
+    longest = max(starts, key=len)
+    assert all(places == longest[: len(places)] for places in starts)
+
+
+@pytest.mark.parametrize(
+    ("size", "panels"),
+    [((160, 50), 6), ((120, 40), 4), ((80, 24), 3), ((80, 18), 3), ((80, 14), 0), ((40, 24), 0)],
+)
+def test_panels_are_side_by_side_where_they_fit(size, panels):
+    """The picture never exceeds the terminal: as many panels in a row as fit, or a row for each stream."""
+    from rich.console import Console
+
+    texts = ["", "one", *["a word and another, " * 9 + f"end{place:02}" for place in range(10)]]
+    console = Console(width=size[0], height=size[1], color_system=None)
+    with console.capture() as captured:
+        console.print(demo_screen._picture(frame(texts), *size))
+    lines = captured.get().splitlines()
+    assert len(lines) < size[1]
+    assert max(map(len, lines)) <= size[0]
+    assert lines[1].count("╭") == panels
+    shown = "\n".join(lines)
+    assert [shown.count(f"r{place:02} ") for place in range(12)] == [1] * 12
+    assert [shown.count(f"end{place:02}") for place in range(10)] == [1] * 10
+
+
+# -- on a real vLLM --------------------------------------------------------------------------------
+
+
 @pytest.mark.vllm
-def test_real_demo_ends_well():
+@pytest.mark.parametrize("telling", [[], ["--async"]])
+def test_real_demo_ends_well(telling):
     """On a real vLLM every request has the tokens of the uninterrupted run; vLLM's own log is silent."""
     from tests.engines import model_dir
 
-    done = play(MODEL=str(model_dir()))
+    done = play(*telling, MODEL=str(model_dir()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 12 requests" in done.stdout
     assert len(same_rows(done)) == 12
@@ -200,10 +433,11 @@ def test_real_demo_ends_well():
 
 
 @pytest.mark.vllm
-def test_real_demo_notices_a_lost_output():
+@pytest.mark.parametrize("telling", [[], ["--async"]])
+def test_real_demo_notices_a_lost_output(telling):
     """On a real vLLM a dropped output fails the demo and names the request."""
     from tests.engines import model_dir
 
-    done = play(MODEL=str(model_dir()), FAULT="drop")
+    done = play(*telling, MODEL=str(model_dir()), FAULT="drop")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED: r04 lost" in done.stdout

@@ -413,6 +413,11 @@ def test_the_command_line_hands_the_demo_its_exit_status(monkeypatch):
     """`lifecycle demo` ends with the demo's own status."""
     import engine_adapter.demo
 
-    monkeypatch.setattr(engine_adapter.demo, "run", lambda *, simulated: 7 if simulated else 8)
-    assert cli.main(["demo", "--simulated"]) == 7
-    assert cli.main(["demo"]) == 8
+    def run(*, simulated, asynchronous):
+        return 7 + simulated + 2 * asynchronous
+
+    monkeypatch.setattr(engine_adapter.demo, "run", run)
+    assert cli.main(["demo"]) == 7
+    assert cli.main(["demo", "--simulated"]) == 8
+    assert cli.main(["demo", "--async"]) == 9
+    assert cli.main(["demo", "--async", "--simulated"]) == 10
