@@ -17,7 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 
 import pytest
@@ -63,14 +63,24 @@ def slope(sizes):
     return median((after - before) / (later - earlier) for (earlier, before), (later, after) in pairs)
 
 
-class Watched(SimulatedEngine):
-    """Counts how many requests ran at once."""
+class Paced(SimulatedEngine):
+    """Counts how many requests ran at once, and stands still in the step after which so many are left."""
 
     most = 0
+    stops_at = -1
+
+    def stop_at(self, left):
+        self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
+        self.go_on = threading.Event()
+        self.stops_at = left
 
     def step(self):
         outputs = super().step()
         self.most = max(self.most, len(self.running))
+        if len(self.requests) <= self.stops_at:
+            self.stops_at = -1
+            self.loop.call_soon_threadsafe(self.stopped.set)
+            assert self.go_on.wait(NEVER_ENDS_S)
         return outputs
 
 
@@ -82,8 +92,8 @@ async def until(holds):
 class Round:
     """The calls of one round, and the account of them."""
 
-    def __init__(self, life, number):
-        self.life = life
+    def __init__(self, life, engine, number):
+        self.life, self.engine = life, engine
         self.random = random.Random(number)
         self.requests = Requests(reference)
         self.tasks = {}
@@ -137,21 +147,25 @@ class Round:
         self.requests.may_end(names, "abort")
         await self.life.abort(names)
 
-    async def sleep_and_wake(self, level, mode):
-        if mode == "abort":
-            self.requests.may_end(self.requests.live(), "abort")
+    async def sleep_and_wake(self, level, mode, left):
+        """Sleep at once, and wake up to run until so many are left."""
         sleep = asyncio.create_task(self.life.sleep(level, mode))
         await asyncio.sleep(0)
+        self.engine.go_on.set()
         self.begin(LATE)
+        if mode == "abort":
+            self.requests.may_end(self.requests.live(), "abort")
         slept = await sleep
         assert (slept.level, slept.mode) == (level, mode)
+        assert {"wait": slept.drained and slept.held, "keep": slept.kept, "abort": slept.aborted}[mode]
+        self.aborted.update(slept.aborted)
         await self.disturb()
         if level == 2:
             await self.life.wake_up(["weights"])
             await self.life.reload_weights()
         await self.disturb()
+        self.engine.stop_at(left)
         assert await self.life.wake_up()
-        return slept
 
     async def run(self):
         life = self.life
@@ -159,14 +173,13 @@ class Round:
         self.begin(QUEUED)
         await until(lambda: life.snapshot().held == QUEUED)
         assert life.snapshot().in_flight == 0
+        self.engine.stop_at(SLEEPS[0][0])
         await life.wake_up()
-        for left, level, mode in SLEEPS:
+        for (_, level, mode), (left, *_) in pairwise([*SLEEPS, (-1,)]):
             if mode == "abort":
                 self.gate.set()
-            await until(lambda left=left: life.snapshot().in_flight <= left)
-            slept = await self.sleep_and_wake(level, mode)
-            assert {"wait": slept.drained and slept.held, "keep": slept.kept, "abort": slept.aborted}[mode]
-            self.aborted.update(slept.aborted)
+            await asyncio.wait_for(self.engine.stopped.wait(), NEVER_ENDS_S)
+            await self.sleep_and_wake(level, mode, left)
         _, waiting = await asyncio.wait(self.tasks.values(), timeout=NEVER_ENDS_S)
         assert not waiting, f"nobody ends {len(waiting)} streams"
 
@@ -204,7 +217,7 @@ async def nothing_is_left(life, engine):
 
 async def test_ten_thousand_streams_ten_times():
     """Whatever happens to 10,000 requests, each comes to its one right end, and no round leaves anything."""
-    engine = Watched(
+    engine = Paced(
         max_num_seqs=AT_ONCE, max_num_batched_tokens=4 * AT_ONCE, prefix_caching=False, record=False
     )
     measures = {"blocks": sys.getallocatedblocks, "resident bytes": resident_bytes}
@@ -217,7 +230,7 @@ async def test_ten_thousand_streams_ten_times():
         for number in range(WARM_UP + ROUNDS):
             engine.most = 0
             began = time.perf_counter()
-            the_round = Round(life, number)
+            the_round = Round(life, engine, number)
             await the_round.run()
             ends += the_round.judge()
             await nothing_is_left(life, engine)
