@@ -40,7 +40,7 @@ TRACED = int(os.environ.get("MACHINE_TIMES", "1")) > 1
 FLAT = {"blocks": QUEUED / 100, "traced bytes": QUEUED, "resident bytes": 100 * QUEUED}
 # With so many left the engine is put to sleep, at this level and in this mode.
 SLEEPS = [(7_500, 1, "wait"), (5_000, 2, "keep"), (3_000, 0, "keep"), (1_200, 1, "abort")]
-CANCELLED, ABORTED = 100, 50
+CANCELLED, ABORTED = 200, 100
 HOWS = ("reads", "reads", "reads", "reads", "dawdles", "reads", "reads", "waits", "reads", "leaves")
 
 pytestmark = pytest.mark.timeout(900)
@@ -134,15 +134,14 @@ class Round:
             assert name in self.aborted, f"{name} was aborted, and nobody said so"
             self.ends.append((name, "aborted while held"))
 
-    def choose(self, count):
-        open_ones = [name for name, task in self.tasks.items() if not task.done()]
-        return self.random.sample(open_ones, min(count, len(open_ones)))
-
     async def disturb(self):
-        """Some callers are cancelled, some requests aborted, wherever they are."""
-        for name in self.choose(CANCELLED):
+        """Some callers are cancelled, some requests aborted, wherever they are.
+
+        Drawn from all of them: of those still open, it would in the end be just the ones that were lost.
+        """
+        for name in self.random.sample(list(self.tasks), CANCELLED):
             self.tasks[name].cancel()
-        names = self.choose(ABORTED)
+        names = self.random.sample(list(self.tasks), ABORTED)
         self.aborted.update(names)
         self.requests.may_end(names, "abort")
         await self.life.abort(names)
