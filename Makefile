@@ -57,7 +57,8 @@ test: lint docs
 # The sleep at every step of the run and Ctrl-C at every place, not only at some; a million calls of the machine.
 test-deep: .venv/dev
 	EVERY_STEP=1 MACHINE_TIMES=25 $(BIN)/python -m pytest \
-		tests/test_vllm_drain.py tests/test_vllm_async.py tests/test_interrupts.py tests/test_machine.py
+		tests/test_vllm_drain.py tests/test_vllm_async.py tests/test_interrupts.py tests/test_machine.py \
+		tests/test_async_machine.py tests/test_async_soak.py
 
 # Planted faults, one after another; .cache/mutants keeps the verdicts.
 test-mutants: .venv/dev

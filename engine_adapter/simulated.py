@@ -32,7 +32,7 @@ import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar, cast
 
@@ -598,7 +598,7 @@ class SimulatedEngine:
         snapshot = _copy_params(params)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, not {type(request_id).__name__}")
-        snapshot = self._snapshots.setdefault(repr(astuple(snapshot)), snapshot)
+        snapshot = self._snapshots.setdefault(repr(snapshot), snapshot)
         arrival_time = options.get("arrival_time")
         if arrival_time is None:
             arrival_time = time.time()

@@ -818,7 +818,7 @@ def _fits(must, came):
     return came in (REFUSALS if must == REFUSED else {"InvalidArgument"})
 
 
-def run(reached, *, examples, steps, start=0):
+def run(reached, *, examples, steps, start=0, **options):
     class Seeded(AsyncMachine):
         pass
 
@@ -833,6 +833,7 @@ def run(reached, *, examples, steps, start=0):
         print_blob=True,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
+        **options,
     )
     gc.freeze()
     try:

@@ -1,0 +1,200 @@
+"""Whether the asynchronous machine would notice: faults planted in what it tests, one after another.
+
+Each is a mistake that the code could well have had: a line left out, a condition too wide, an order turned
+round. The machine must fail with each, within a number of runs that `make test` can afford, and for the
+reason that the plant is about.
+"""
+
+import gc
+import re
+from unittest import mock
+
+import pytest
+from hypothesis import Phase
+
+from lifecycle.asynchronous import AsyncLifecycle, _Stream
+from lifecycle.core import Core
+from lifecycle.engine_thread import LATER, Batch, EngineThread
+from tests import report
+from tests.machine import Reached
+from tests.test_async_machine import TIMES, run
+
+pytestmark = [
+    pytest.mark.timeout(600 * TIMES),
+    # What a plant leaves unfinished may be collected in any later line.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
+
+put, withdraw, give_up, collect = _Stream.put, EngineThread.withdraw, EngineThread.give_up, EngineThread._collect
+begin, receive, execute = EngineThread.sleep, AsyncLifecycle._receive, EngineThread._execute
+hand_out, close = EngineThread._put, EngineThread.close
+PLANTS = {}
+
+
+def plant(where, name, says):
+    """Register a replacement of `where.name`. says: what the machine must complain of."""
+
+    def register(replacement):
+        PLANTS[replacement.__name__] = (where, name, replacement, says)
+        return replacement
+
+    return register
+
+
+# -- outputs and ends ----------------------------------------------------------------------------------
+
+
+@plant(_Stream, "put", "")
+def what_was_not_taken_is_overwritten(self, output):
+    self._output = None
+    put(self, output)
+
+
+@plant(EngineThread, "_put", "")
+def an_output_is_handed_out_twice(self, output, error=None):
+    stream = self._streams.get(output.request_id)
+    hand_out(self, output, error)
+    if stream is not None and self._batch.outputs and not output.finished and len(self._streams) > 2:
+        self._batch.outputs.append(self._batch.outputs[-1])
+
+
+@plant(EngineThread, "_give", "")
+def lists_that_the_engine_goes_on_with_are_handed_out(self, core, outputs):
+    for output in outputs:
+        self._put(output)
+
+
+@plant(EngineThread, "withdraw", "")
+def what_came_for_a_withdrawn_request_goes_to_another(self, stream):
+    others = [each for each in self._streams.values() if each is not stream]
+    if others and self._streams.get(stream.request_id) is stream:
+        self._streams[stream.request_id] = others[0]
+    else:
+        withdraw(self, stream)
+
+
+@plant(EngineThread, "withdraw", "")
+def a_withdrawn_request_stays_in_the_engine(self, stream):
+    if self._streams.get(stream.request_id) is stream:
+        del self._streams[stream.request_id]
+
+
+@plant(EngineThread, "withdraw", "")
+def the_loss_of_a_withdrawn_request_is_told_to_the_next_of_its_name(self, stream):
+    with mock.patch.object(self, "_collect", lambda core: None):
+        withdraw(self, stream)
+
+
+@plant(EngineThread, "_collect", "")
+def nobody_is_told_of_the_failure(self, core):
+    self._failure = core.failure
+    collect(self, core)
+
+
+@plant(EngineThread, "_collect", "")
+def held_streams_are_not_told_of_their_end(self, core):
+    self._owner.lost.clear()
+    collect(self, core)
+
+
+# -- sleeps and who waits for them ---------------------------------------------------------------------
+
+
+@plant(EngineThread, "sleep", "")
+def another_sleep_is_joined(self, answer, *asked, **limits):
+    if self._sleep is not None:
+        self._sleepers.append(answer)
+        return LATER
+    return begin(self, answer, *asked, **limits)
+
+
+@plant(EngineThread, "give_up", "")
+def a_drain_is_left_without_an_owner(self, answer):
+    if answer in self._sleepers:
+        self._sleepers.remove(answer)
+        if not self._sleepers:
+            self._sleep = None
+
+
+@plant(EngineThread, "give_up", "")
+def a_drain_that_nobody_waits_for_goes_on(self, answer):
+    if answer in self._sleepers:
+        self._sleepers.remove(answer)
+
+
+@plant(EngineThread, "give_up", "")
+def one_of_two_sleepers_gives_up_for_both(self, answer):
+    if answer in self._sleepers:
+        sleepers, self._sleepers = self._sleepers, [answer]
+        give_up(self, answer)
+        self._sleepers = [each for each in sleepers if each is not answer]
+
+
+@plant(EngineThread, "give_up", "")
+def a_release_is_abandoned_with_its_caller(self, answer):
+    give_up(self, answer)
+    if not self._sleepers:
+        self._sleep = None
+
+
+@plant(Core, "wake_up", "")
+def a_wake_is_let_through_in_a_drain(self, tags=None, wake_up=Core.wake_up):
+    with mock.patch.object(self, "transition", None):
+        return wake_up(self, tags)
+
+
+@plant(EngineThread, "_advance", "")
+def only_the_first_sleeper_is_answered(self, sleep, advance=EngineThread._advance):
+    self._sleepers, others = self._sleepers[:1], self._sleepers[1:]
+    advance(self, sleep)
+    if self._sleep is not None:
+        self._sleepers += others
+
+
+# -- commands and the end ------------------------------------------------------------------------------
+
+
+@plant(EngineThread, "close", "")
+def closing_does_not_wait(self, answer, *, drain, timeout):
+    return close(self, answer, drain=False, timeout=timeout)
+
+
+@plant(EngineThread, "run_left_over", "")
+def what_comes_too_late_is_not_answered(self):
+    return Batch()
+
+
+@plant(EngineThread, "_execute", "")
+def a_command_whose_caller_was_cancelled_is_skipped(self, command):
+    if command.answer is None or not command.answer.done():
+        execute(self, command)
+
+
+@plant(AsyncLifecycle, "_receive", "")
+def a_batch_is_lost_with_its_answers(self, batch):
+    if len(batch.answers) > 1:
+        batch.answers.pop()
+    receive(self, batch)
+
+
+@plant(AsyncLifecycle, "_tell", "")
+def whoever_waits_for_events_is_not_told(self):
+    pass
+
+
+# The runs of the machine that each may take; it takes most of them far fewer.
+MOST = 60
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_machine_notices(name):
+    """With this fault planted, the machine fails."""
+    where, attribute, replacement, says = PLANTS[name]
+    reached = Reached()
+    with mock.patch.object(where, attribute, replacement), pytest.raises(Exception) as caught:  # noqa: PT011, B017
+        run(reached, examples=MOST, steps=50, phases=[Phase.generate])
+    gc.collect()
+    told = f"{type(caught.value).__name__}: {str(caught.value).splitlines()[0]}"
+    report.say("asynchronous machine: planted faults", f"{name}: after {reached.examples} runs: {told}")
+    assert re.search(says, told)
