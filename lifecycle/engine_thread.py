@@ -104,7 +104,7 @@ class EngineThread:
         self._build = build
         self._events = events
         self._options = options
-        self._hand_over: Callable[[Batch], object] = _nobody
+        self._hand_over: Callable[[Batch], object]
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._batch = Batch()
         self._owner = _Streams()
@@ -279,16 +279,16 @@ class EngineThread:
 
     # -- commands --------------------------------------------------------------------------------------
 
-    def _core(self) -> Core:
-        if self.core is None:
-            raise InternalError("a command before the engine was built")
-        return self.core
-
     def admit(
-        self, stream: Stream, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]
+        self,
+        stream: Stream,
+        core: Core,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        options: Mapping[str, Any],
     ) -> str:
         """Admit or hold a request whose outputs go to `stream`. Returns its handle."""
-        core = self._core()
         handle = core.add_request(request_id, prompt, params, options, None)
         [record] = core.ledger.find([handle])
         stream.request_id, stream.delta = record.request_id, record.call.delta
@@ -298,16 +298,15 @@ class EngineThread:
 
     def withdraw(self, stream: Stream) -> None:
         """The stream's consumer is gone: end its request, if it was admitted and has not ended."""
-        name = stream.request_id
-        if name is not None and self._streams.get(name) is stream:
+        name, core = stream.request_id, self.core
+        if core is not None and name is not None and self._streams.get(name) is stream:
             del self._streams[name]
-            core = self._core()
             core.abort_request([name])
             self._collect(core)  # before its id is used again: that it was lost is said by its id
 
-    def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
+    def sleep(self, answer: Any, core: Core, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
-        asked, core = (*asked, *sorted(limits.items())), self._core()
+        asked = (*asked, *sorted(limits.items()))
         if self._sleep is not None and core.transition is not self._sleep:
             self._advance(self._sleep)  # a command before this one ended it
         if self._sleep is None or asked != self._asked:
@@ -363,10 +362,6 @@ class EngineThread:
                 self._sleep, self._asked = core.begin_sleep(0, "wait_all"), ()  # nobody can join it
         if self._sleep is None or late:
             core.close(shutdown=True)
-
-
-def _nobody(_: Batch) -> None:
-    raise InternalError("a batch before the start")
 
 
 def _closed(what: str) -> Closed:
