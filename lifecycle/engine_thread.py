@@ -256,15 +256,15 @@ class EngineThread:
     def _end(self, died: BaseException | None) -> None:
         """Nothing may wait for a thread that is gone."""
         core, error = self.core, died
+        with contextlib.suppress(BaseException):
+            if core is not None:  # before the close, which has an output for all: they did not end well
+                self._collect(core)
         if core is not None and core.state is not State.CLOSED:  # it died, or nobody takes its batches
             error = InternalError(f"the thread of the engine died: {died!r}")
             error.__cause__ = died
             with contextlib.suppress(BaseException):
                 core.operation = core.step_started = None
                 core.close(shutdown=True)
-        with contextlib.suppress(BaseException):
-            if core is not None:
-                self._collect(core)
         for answer in self._sleepers:
             self._answer(answer, None, error or _closed("the sleep"))
         for answer in self._closers:

@@ -610,7 +610,7 @@ async def test_a_drain_that_fails_tells_its_caller_and_the_streams():
 
 @pytest.mark.parametrize("place", ["_collect", "_give"])
 async def test_the_thread_dies(place):
-    """A bug of this library, in a step or after it: every stream and every caller is told, and the engine is shut down."""
+    """A bug of this library, in a step or after it: everybody is told, and the engine is shut down."""
     house = House()
     await house.life.start()
     task = asyncio.create_task(read(house.life, "r", LONG))
@@ -692,11 +692,11 @@ async def test_calls_before_the_start_and_from_another_loop_are_refused():
         house.life.close_on_signal,
         house.life.abort("r").__await__,
     ):
-        with pytest.raises(IllegalCall, match="start"):
+        with pytest.raises(IllegalCall, match=r"start\(\) first"):
             result = call()
             await result if asyncio.iscoroutine(result) else next(result)
     for outputs in (house.life.generate(*ask("r"), "r"), house.life.events()):
-        with pytest.raises(IllegalCall, match="start"):
+        with pytest.raises(IllegalCall, match=r"start\(\) first"):
             await anext(outputs)
     async with house:
         with pytest.raises(IllegalCall, match="another event loop"):
