@@ -297,7 +297,7 @@ def test_a_forked_child_is_refused_everything():
     locked, forked = threading.Event(), threading.Event()
 
     def hold():
-        with lifecycle._lock, lifecycle._changed:
+        with lifecycle._lock, lifecycle._changed, lifecycle._core.events._lock:
             locked.set()
             forked.wait(5)
 
@@ -328,7 +328,7 @@ def test_a_fork_reaches_every_lifecycle_that_lives(monkeypatch):
     locked, done = threading.Event(), threading.Event()
 
     def hold():
-        with lifecycles[0]._lock, lifecycles[0]._changed:
+        with lifecycles[0]._lock, lifecycles[0]._changed, lifecycles[0]._core.events._lock:
             locked.set()
             done.wait(30)
 
