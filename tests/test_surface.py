@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import threading
@@ -407,6 +408,14 @@ def test_a_snapshot_is_plain_values():
     snapshot = busy().snapshot().to_dict()
     assert snapshot["resident"] == ["kv_cache", "weights"]
     assert snapshot["state"] == "running"
+
+
+def test_a_report_is_plain_values():
+    """So is a report: what a program writes into its own log."""
+    report = WakeReport(awake=True, state="running", tags=("weights",), resident=frozenset({"weights"}))
+    plain = report.to_dict()
+    assert (plain["awake"], plain["state"], plain["resident"]) == (True, "running", ["weights"])
+    assert list(json.loads(json.dumps(plain))["tags"]) == ["weights"]
 
 
 def test_the_command_line_hands_the_demo_its_exit_status(monkeypatch):
