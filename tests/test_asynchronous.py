@@ -195,6 +195,19 @@ async def test_an_engine_that_cannot_merge_costs_one_stream():
         await until(lambda: not house.life.snapshot().in_flight)
 
 
+async def test_an_output_that_cannot_be_merged_is_told_though_the_request_has_ended_since():
+    """Only the first end of a stream counts: a good one that comes behind it hides no error."""
+    async with House() as house:
+        house.life._owner.core.merge_outputs = lambda *_, **__: 1 / 0
+        outputs = house.life.generate(*ask("slow", 20), "slow")
+        await anext(outputs)
+        while house.life.snapshot().in_flight:
+            time.sleep(0.001)  # noqa: ASYNC251  (the event loop stands still, and finds all of it at once)
+        with pytest.raises(ZeroDivisionError):
+            while True:
+                await anext(outputs)
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
