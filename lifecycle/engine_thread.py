@@ -21,9 +21,9 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 from lifecycle.audit import EventLog
-from lifecycle.core import Core
+from lifecycle.core import Core, closed
 from lifecycle.engine import Engine
-from lifecycle.errors import Closed, DrainStalled, InternalError, LifecycleError
+from lifecycle.errors import DrainStalled, InternalError, LifecycleError
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import State
@@ -244,7 +244,7 @@ class EngineThread:
         for name, error in self._owner.lost:
             stream = self._streams.pop(name, None)
             if stream is not None:
-                self._batch.ends.append((stream, error or _closed(name)))
+                self._batch.ends.append((stream, error))
         self._owner.lost.clear()
 
     def _flush(self) -> None:
@@ -266,11 +266,11 @@ class EngineThread:
                 core.operation = core.step_started = None
                 core.close(shutdown=True)
         for answer in self._sleepers:
-            self._answer(answer, None, error or _closed("the sleep"))
+            self._answer(answer, None, error or closed("the sleep"))
         for answer in self._closers:
             self._answer(answer, None, error)
         for name, stream in self._streams.items():
-            self._batch.ends.append((stream, error or _closed(name)))
+            self._batch.ends.append((stream, error or closed(name)))
         self._streams.clear()
         self._sleep = None  # a command that comes too late must not join it
         self._batch.last = True
@@ -362,14 +362,3 @@ class EngineThread:
                 self._sleep, self._asked = core.begin_sleep(0, "wait_all"), ()  # nobody can join it
         if self._sleep is None or late:
             core.close(shutdown=True)
-
-
-def _closed(what: str) -> Closed:
-    return Closed(
-        f"{what} did not come to its end: the engine was closed",
-        call=None,
-        state=State.CLOSED.value,
-        needs=None,
-        legal=(),
-        operation=None,
-    )

@@ -270,6 +270,29 @@ def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing(mo
     assert lifecycle.check() == []
 
 
+def test_a_blocking_call_that_has_less_than_it_asked_for_says_why():
+    """Somebody closed the engine that held its request: nothing is left to wait for, and that is told."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with pytest.raises(Closed, match="r did not come to its end"), lifecycle.scope("generate"):
+        lifecycle.sleep(1)
+        lifecycle.add_request("r", "a prompt", PARAMS)
+        closer = threading.Thread(target=lifecycle.close)
+        closer.start()
+        closer.join()
+        assert not lifecycle.has_unfinished_requests()
+
+
+def test_a_wait_for_what_was_enqueued_in_an_engine_closed_since_says_why():
+    """It gets no empty list, as if all had been taken."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with lifecycle.scope("enqueue", enqueues=True):
+        lifecycle.sleep(1)
+        lifecycle.add_request("r", "a prompt", PARAMS)
+    lifecycle.close()
+    with pytest.raises(Closed), lifecycle.scope("wait_for_completion", claims_enqueued=True):
+        assert not lifecycle.has_unfinished_requests()
+
+
 def test_outside_a_blocking_call_nobody_is_asked_for():
     """Counts outside of any scope are anybody's, also after a scope was used once."""
     lifecycle = Lifecycle(SimulatedEngine(), sinks=())
