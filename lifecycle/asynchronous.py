@@ -337,7 +337,7 @@ class AsyncLifecycle:
         self._streams.add(stream)
         try:
             await self._command(
-                "generate", lambda _: owner.admit(stream, request_id, prompt, sampling_params, options)
+                "generate", lambda _: owner.admit(stream, core, request_id, prompt, sampling_params, options)
             )
             while (output := await stream.get()) is not None:
                 yield output
@@ -416,8 +416,9 @@ class AsyncLifecycle:
         return report
 
     async def _sleep(self, call: str, level: int, mode: str, **limits: Any) -> SleepReport:
+        core = self._core(call)
         report: SleepReport = await self._command(
-            call, lambda answer: self._owner.sleep(answer, level, mode, **limits)
+            call, lambda answer: self._owner.sleep(answer, core, level, mode, **limits)
         )
         return report
 

@@ -1188,10 +1188,22 @@ class Core:
     def _leave(self, *, shutdown: bool) -> None:
         unserved = list(self.ledger.held)
         for record in [*self.ledger.held.values(), *self.ledger.in_flight.values()]:
-            self.ledger.drop(record)
+            self.ledger.drop(record, closed(record.request_id))
         self.transition = None
         self.fire(Trigger.CLOSE)
         self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
+
+
+def closed(what: str) -> Closed:
+    """What whoever waits for it is told."""
+    return Closed(
+        f"{what} did not come to its end: the engine was closed",
+        call=None,
+        state=State.CLOSED.value,
+        needs=None,
+        legal=(),
+        operation=None,
+    )
 
 
 def _no_step() -> Any:

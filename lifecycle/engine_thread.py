@@ -21,9 +21,9 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 from lifecycle.audit import EventLog
-from lifecycle.core import Core
+from lifecycle.core import Core, closed
 from lifecycle.engine import Engine
-from lifecycle.errors import Closed, DrainStalled, InternalError, LifecycleError
+from lifecycle.errors import DrainStalled, InternalError, LifecycleError
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import State
@@ -104,7 +104,7 @@ class EngineThread:
         self._build = build
         self._events = events
         self._options = options
-        self._hand_over: Callable[[Batch], object] = _nobody
+        self._hand_over: Callable[[Batch], object]
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._batch = Batch()
         self._owner = _Streams()
@@ -244,7 +244,7 @@ class EngineThread:
         for name, error in self._owner.lost:
             stream = self._streams.pop(name, None)
             if stream is not None:
-                self._batch.ends.append((stream, error or _closed(name)))
+                self._batch.ends.append((stream, error))
         self._owner.lost.clear()
 
     def _flush(self) -> None:
@@ -256,21 +256,21 @@ class EngineThread:
     def _end(self, died: BaseException | None) -> None:
         """Nothing may wait for a thread that is gone."""
         core, error = self.core, died
+        with contextlib.suppress(BaseException):
+            if core is not None:  # before the close, which has an output for all: they did not end well
+                self._collect(core)
         if core is not None and core.state is not State.CLOSED:  # it died, or nobody takes its batches
             error = InternalError(f"the thread of the engine died: {died!r}")
             error.__cause__ = died
             with contextlib.suppress(BaseException):
                 core.operation = core.step_started = None
                 core.close(shutdown=True)
-        with contextlib.suppress(BaseException):
-            if core is not None:
-                self._collect(core)
         for answer in self._sleepers:
-            self._answer(answer, None, error or _closed("the sleep"))
+            self._answer(answer, None, error or closed("the sleep"))
         for answer in self._closers:
             self._answer(answer, None, error)
         for name, stream in self._streams.items():
-            self._batch.ends.append((stream, error or _closed(name)))
+            self._batch.ends.append((stream, error or closed(name)))
         self._streams.clear()
         self._sleep = None  # a command that comes too late must not join it
         self._batch.last = True
@@ -279,16 +279,16 @@ class EngineThread:
 
     # -- commands --------------------------------------------------------------------------------------
 
-    def _core(self) -> Core:
-        if self.core is None:
-            raise InternalError("a command before the engine was built")
-        return self.core
-
     def admit(
-        self, stream: Stream, request_id: str, prompt: Any, params: Any, options: Mapping[str, Any]
+        self,
+        stream: Stream,
+        core: Core,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        options: Mapping[str, Any],
     ) -> str:
         """Admit or hold a request whose outputs go to `stream`. Returns its handle."""
-        core = self._core()
         handle = core.add_request(request_id, prompt, params, options, None)
         [record] = core.ledger.find([handle])
         stream.request_id, stream.delta = record.request_id, record.call.delta
@@ -298,16 +298,15 @@ class EngineThread:
 
     def withdraw(self, stream: Stream) -> None:
         """The stream's consumer is gone: end its request, if it was admitted and has not ended."""
-        name = stream.request_id
-        if name is not None and self._streams.get(name) is stream:
+        name, core = stream.request_id, self.core
+        if core is not None and name is not None and self._streams.get(name) is stream:
             del self._streams[name]
-            core = self._core()
             core.abort_request([name])
             self._collect(core)  # before its id is used again: that it was lost is said by its id
 
-    def sleep(self, answer: Any, *asked: Any, **limits: Any) -> Any:
+    def sleep(self, answer: Any, core: Core, *asked: Any, **limits: Any) -> Any:
         """Begin a sleep, or wait for the same one that is under way. Answered when it is over."""
-        asked, core = (*asked, *sorted(limits.items())), self._core()
+        asked = (*asked, *sorted(limits.items()))
         if self._sleep is not None and core.transition is not self._sleep:
             self._advance(self._sleep)  # a command before this one ended it
         if self._sleep is None or asked != self._asked:
@@ -363,18 +362,3 @@ class EngineThread:
                 self._sleep, self._asked = core.begin_sleep(0, "wait_all"), ()  # nobody can join it
         if self._sleep is None or late:
             core.close(shutdown=True)
-
-
-def _nobody(_: Batch) -> None:
-    raise InternalError("a batch before the start")
-
-
-def _closed(what: str) -> Closed:
-    return Closed(
-        f"{what} did not come to its end: the engine was closed",
-        call=None,
-        state=State.CLOSED.value,
-        needs=None,
-        legal=(),
-        operation=None,
-    )

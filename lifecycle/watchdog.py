@@ -61,7 +61,6 @@ class Watchdog:
         self._signum = signum
         self._out = out
         self._reads, self._writes = os.pipe()
-        os.set_blocking(self._reads, False)
         os.set_blocking(self._writes, False)  # a handler must not wait for its reader
         self._stopping = False
         self._ending = threading.RLock()  # held to write into the pipe, and to close it
@@ -79,7 +78,8 @@ class Watchdog:
             if self._stopping:
                 return
             self._stopping = True
-            os.write(self._writes, b".")
+            with contextlib.suppress(BlockingIOError):  # full of stacks: that wakes it as well
+                os.write(self._writes, b".")
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -122,9 +122,7 @@ class Watchdog:
 
     def _read_dump(self) -> str:
         time.sleep(_DUMP_S)
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._reads, _MOST_CHARACTERS).decode(errors="replace")
-        return ""
+        return os.read(self._reads, _MOST_CHARACTERS).decode(errors="replace")
 
     def _report(self, core: Core, dump: str) -> None:
         lines = [

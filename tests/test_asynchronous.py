@@ -33,6 +33,7 @@ from lifecycle import (
     State,
     asynchronous,
 )
+from lifecycle.engine_thread import COMMANDS_A_TURN
 from tests.async_world import Bench
 
 LONG = 200
@@ -192,6 +193,19 @@ async def test_an_engine_that_cannot_merge_costs_one_stream():
                 await anext(outputs)
         assert await other == (right("other"), "length")
         await until(lambda: not house.life.snapshot().in_flight)
+
+
+async def test_an_output_that_cannot_be_merged_is_told_though_the_request_has_ended_since():
+    """Only the first end of a stream counts: a good one that comes behind it hides no error."""
+    async with House() as house:
+        house.life._owner.core.merge_outputs = lambda *_, **__: 1 / 0
+        outputs = house.life.generate(*ask("slow", 20), "slow")
+        await anext(outputs)
+        while house.life.snapshot().in_flight:
+            time.sleep(0.001)  # noqa: ASYNC251  (the event loop stands still, and finds all of it at once)
+        with pytest.raises(ZeroDivisionError):
+            while True:
+                await anext(outputs)
 
 
 @pytest.mark.parametrize(
@@ -607,13 +621,14 @@ async def test_a_drain_that_fails_tells_its_caller_and_the_streams():
                 await each
 
 
-async def test_the_thread_dies():
-    """A bug of this library: every stream and every caller is told, and the engine is shut down."""
+@pytest.mark.parametrize("place", ["_collect", "_give"])
+async def test_the_thread_dies(place):
+    """A bug of this library, in a step or after it: everybody is told, and the engine is shut down."""
     house = House()
     await house.life.start()
     task = asyncio.create_task(read(house.life, "r", LONG))
     await until(lambda: house.life.snapshot().in_flight)
-    house.life._owner._collect = lambda _: 1 / 0
+    setattr(house.life._owner, place, lambda *_: 1 / 0)
     with pytest.raises(InternalError, match="ZeroDivisionError"):
         await task
     await until(lambda: house.life._gone)
@@ -687,13 +702,15 @@ async def test_calls_before_the_start_and_from_another_loop_are_refused():
         house.life.wake_up,
         house.life.sleep,
         house.life.is_sleeping,
+        house.life.close_on_signal,
         house.life.abort("r").__await__,
     ):
-        with pytest.raises(IllegalCall, match="start"):
+        with pytest.raises(IllegalCall, match=r"start\(\) first"):
             result = call()
             await result if asyncio.iscoroutine(result) else next(result)
-    with pytest.raises(IllegalCall, match="start"):
-        await read(house.life, "r")
+    for outputs in (house.life.generate(*ask("r"), "r"), house.life.events()):
+        with pytest.raises(IllegalCall, match=r"start\(\) first"):
+            await anext(outputs)
     async with house:
         with pytest.raises(IllegalCall, match="another event loop"):
             await asyncio.to_thread(asyncio.run, house.life.wake_up())
@@ -956,6 +973,21 @@ def test_an_id_is_used_again_in_the_turn_in_which_it_was_given_up(bench):
     bench.tick()
     [again] = at_once(bench, read(bench.life, "r"))
     assert again == (right("r"), "length")
+
+
+def test_a_flood_of_commands_does_not_starve_what_is_in_flight(bench):
+    """Between so many of them there is a step, whoever else is still waiting for an answer."""
+    bench.run(bench.life.start())
+    in_flight(bench)
+    calls = [bench.spawn(bench.life.abort("unknown")) for _ in range(2 * COMMANDS_A_TURN)]
+    bench.tick()
+    step, steps = bench.core._step, []
+    bench.core._step = lambda: steps.append(1) or step()
+    bench.turn()
+    while bench.loop._ready:
+        bench.tick()
+    assert sum(call.done() for call in calls) == COMMANDS_A_TURN
+    assert len(steps) == 1
 
 
 def test_nobody_joins_the_drain_of_a_close(bench):
@@ -1305,19 +1337,28 @@ async def test_a_request_that_is_made_already_speaks_for_itself():
         assert tokens == right("r", 40)
 
 
+def with_a_request():
+    engine = Paced()
+    engine.add(engine.prepare("theirs", *ask("theirs", 20), {}))
+    return engine
+
+
 async def test_requests_that_the_engine_came_with_are_stepped_to_their_end():
     """Nobody takes their outputs, and nothing else waits for that."""
-
-    def build():
-        engine = Paced()
-        engine.add(engine.prepare("theirs", *ask("theirs", 20), {}))
-        return engine
-
-    async with AsyncLifecycle(build, sinks=()) as life:
+    async with AsyncLifecycle(with_a_request, sinks=()) as life:
         assert life.state is State.RUNNING
         assert await read(life, "r") == (right("r"), "length")
         await until(lambda: life.state is State.AWAKE)
         await life.sleep(1)
+
+
+async def test_requests_that_the_engine_came_with_are_drained():
+    """Like any other; what comes of it is nobody's, and waits for nobody afterwards."""
+    async with AsyncLifecycle(with_a_request, sinks=()) as life:
+        assert (await life.sleep(1)).drained == ("theirs",)
+        assert life.snapshot().undelivered == 0
+        assert await life.wake_up()
+        assert await read(life, "r") == (right("r"), "length")
 
 
 async def test_a_sink_that_is_broken_from_the_beginning_is_the_sinks_own_trouble():

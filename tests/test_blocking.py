@@ -1,6 +1,7 @@
 """The blocking surface: what it passes on, and how it waits."""
 
 import dataclasses
+import signal
 import threading
 import time
 
@@ -214,10 +215,19 @@ def test_an_attached_engine_is_never_shut_down():
     assert (undone, engine.closed) == ([State.CLOSED], False)
 
 
-# -- waiting -------------------------------------------------------------------------------------------
+# -- stepping and waiting -------------------------------------------------------------------------------
 
 
-def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing():
+def test_a_step_that_nobody_waits_for_pays_for_no_handler():
+    """The hot path leaves Ctrl-C to whoever it was set by; what comes in the engine fails it."""
+    lifecycle, seen = running(), []
+    step = lifecycle._core._step
+    lifecycle._core._step = lambda: seen.append(signal.getsignal(signal.SIGINT)) or step()
+    lifecycle.step()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing(monkeypatch):
     """Until the engine serves again, half awake too, the call waits without spinning; then it goes on.
 
     What waits in the mailbox for somebody else is no reason to look again.
@@ -228,18 +238,18 @@ def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing():
         lifecycle.add_request("mine", "p", SamplingParams(max_tokens=1))
         lifecycle.step()
     assert lifecycle.snapshot().undelivered == 1
-    started, tokens, spent = threading.Event(), [], []
+    started, tokens, looks = threading.Event(), [], []
+    wait = Lifecycle._wait_for_change
+    monkeypatch.setattr(Lifecycle, "_wait_for_change", lambda self, seen: looks.append(1) or wait(self, seen))
 
     def generate():
         with lifecycle.scope("generate"):
             lifecycle.add_request("r", "a prompt", PARAMS)
             started.set()
             asleep.wait(5)
-            before = time.thread_time()
             while lifecycle.has_unfinished_requests():
                 for output in lifecycle.step():
                     tokens[:] = output.outputs[0].token_ids
-            spent.append(time.thread_time() - before)
 
     asleep = threading.Event()
     thread = threading.Thread(target=generate)
@@ -256,8 +266,31 @@ def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing():
     thread.join(5)
     assert not thread.is_alive()
     assert tokens == expected_tokens("a prompt", PARAMS)
-    assert spent[0] < 0.3
+    assert len(looks) < 20  # for each thing that it was told
     assert lifecycle.check() == []
+
+
+def test_a_blocking_call_that_has_less_than_it_asked_for_says_why():
+    """Somebody closed the engine that held its request: nothing is left to wait for, and that is told."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with pytest.raises(Closed, match="r did not come to its end"), lifecycle.scope("generate"):
+        lifecycle.sleep(1)
+        lifecycle.add_request("r", "a prompt", PARAMS)
+        closer = threading.Thread(target=lifecycle.close)
+        closer.start()
+        closer.join()
+        assert not lifecycle.has_unfinished_requests()
+
+
+def test_a_wait_for_what_was_enqueued_in_an_engine_closed_since_says_why():
+    """It gets no empty list, as if all had been taken."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    with lifecycle.scope("enqueue", enqueues=True):
+        lifecycle.sleep(1)
+        lifecycle.add_request("r", "a prompt", PARAMS)
+    lifecycle.close()
+    with pytest.raises(Closed), lifecycle.scope("wait_for_completion", claims_enqueued=True):
+        assert not lifecycle.has_unfinished_requests()
 
 
 def test_outside_a_blocking_call_nobody_is_asked_for():

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import threading
@@ -297,7 +298,7 @@ def test_a_forked_child_is_refused_everything():
     locked, forked = threading.Event(), threading.Event()
 
     def hold():
-        with lifecycle._lock, lifecycle._changed:
+        with lifecycle._lock, lifecycle._changed, lifecycle._core.events._lock:
             locked.set()
             forked.wait(5)
 
@@ -328,7 +329,7 @@ def test_a_fork_reaches_every_lifecycle_that_lives(monkeypatch):
     locked, done = threading.Event(), threading.Event()
 
     def hold():
-        with lifecycles[0]._lock, lifecycles[0]._changed:
+        with lifecycles[0]._lock, lifecycles[0]._changed, lifecycles[0]._core.events._lock:
             locked.set()
             done.wait(30)
 
@@ -407,6 +408,14 @@ def test_a_snapshot_is_plain_values():
     snapshot = busy().snapshot().to_dict()
     assert snapshot["resident"] == ["kv_cache", "weights"]
     assert snapshot["state"] == "running"
+
+
+def test_a_report_is_plain_values():
+    """So is a report: what a program writes into its own log."""
+    report = WakeReport(awake=True, state="running", tags=("weights",), resident=frozenset({"weights"}))
+    plain = report.to_dict()
+    assert (plain["awake"], plain["state"], plain["resident"]) == (True, "running", ["weights"])
+    assert list(json.loads(json.dumps(plain))["tags"]) == ["weights"]
 
 
 def test_the_command_line_hands_the_demo_its_exit_status(monkeypatch):

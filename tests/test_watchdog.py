@@ -160,6 +160,28 @@ def test_a_signal_never_waits_for_its_reader():
             thread.join(5)
 
 
+def test_it_stops_though_its_pipe_is_full():
+    """The stacks came faster than they were read: there is no room for the byte that says stop, nor need."""
+    told, go = threading.Event(), threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text):
+            told.set()
+            go.wait(5)
+            return super().write(text)
+
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=())
+    watching = lifecycle.watch(60, signum=signal.SIGUSR1, out=Slow())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told.wait(5)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(watching._writes, b"." * 65536)
+    threading.Timer(0.05, go.set).start()
+    watching.stop()
+    assert not watching._thread.is_alive()
+
+
 @pytest.mark.parametrize("limit", [0, -1, None, True, "60", float("nan")])
 def test_a_limit_is_a_number_of_seconds(limit):
     """Anything else is refused, and no thread begins."""
