@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import textwrap
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from lifecycle import DrainProgress, SleepReport
 
+READER_GONE: Final = 141  # the shell's number for a program that SIGPIPE ended
 _TICK_S: Final = 0.1
 _PRINT_EVERY_S: Final = 1.0
 _ON_A_CPU: Final = {
@@ -91,6 +93,15 @@ def _row(stream: StreamView, width: int) -> str:
     return f"{head}{text:{room}}"
 
 
+def _reader_gone() -> NoReturn:
+    """Nobody reads any more, as after `| head`: end as the signal ends other programs, without a word.
+
+    SystemExit passes through the event loop and its task groups as it is.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still written on the way out
+    raise SystemExit(READER_GONE)
+
+
 class Screen:
     """Plain text. `RichScreen` shows the same with colours and a moving bar."""
 
@@ -100,8 +111,11 @@ class Screen:
 
     def line(self, text: str) -> None:
         """One line, seen at once also through a pipe."""
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _reader_gone()
 
     def report(self, report: object) -> None:
         """A report of the lifecycle, as it prints itself."""
@@ -212,8 +226,12 @@ class RichScreen(Screen):
     def __init__(self) -> None:
         from rich.console import Console
 
+        class Piped(Console):
+            def on_broken_pipe(self) -> None:  # rich's own ends with status 1, which means a difference here
+                _reader_gone()
+
         # Messages hold brackets of their own: nothing is markup.
-        self._console = Console(markup=False, highlight=False)
+        self._console = Piped(markup=False, highlight=False)
 
     def heading(self, text: str) -> None:  # noqa: D102  (described by the base, as what follows)
         self._console.print(f"\n{text}", style="bold cyan")

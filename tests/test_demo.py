@@ -89,6 +89,25 @@ def test_simulated_demo_starts_at_once():
     assert seconds < 2
 
 
+@pytest.mark.parametrize("telling", [SIMULATED, SIMULATED_ASYNC])
+@pytest.mark.parametrize("absent", [(), ("rich",)])
+def test_a_reader_that_goes_away_ends_it(telling, absent):
+    """Once nobody reads any more, as after `| head`, the demo ends with status 141 and says nothing."""
+    code = BLOCK.format(names=absent) + telling
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize(("fault", "told"), FAULTS.items())
 def test_planted_fault_is_noticed(fault, told):
     """An output that is dropped, doubled or altered behind the lifecycle fails the demo, by its name."""
