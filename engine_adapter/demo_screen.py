@@ -6,7 +6,7 @@ Theory of operation
 `Frame`, a view of all of them at one moment, which a ticker asks for ten times a second in
 the event loop. On a terminal, rich redraws one panel for each stream in place, or one row
 where panels do not fit. Anywhere else nothing can be redrawn: a frame is printed when the
-engine's state has changed, and once a second.
+engine's state is new and lasts, and once a second while streams change.
 
 Text is cut from its left: what is new is what is seen. `rich` is optional.
 """
@@ -182,24 +182,26 @@ class Screen:
     @contextlib.asynccontextmanager
     async def streams(self, look: Callable[[], Frame]) -> AsyncIterator[None]:
         """Show streams side by side while the block runs, and once more at its end."""
-        state, due = "", 0.0
+        shown, before, due = Frame("", 0.0, []), "", 0.0
 
-        def draw() -> None:
-            frame = look()
+        def draw(frame: Frame) -> None:
             self.line(f"[{frame.seconds:4.1f} s] {frame.state}: {frame.counts()}")
             for row in frame.rows(self.width() - 2):
                 self.line(f"  {row}")
 
         def draw_if_due() -> None:
-            nonlocal state, due
+            nonlocal shown, before, due
             now, frame = time.monotonic(), look()
-            if frame.state != state or now >= due:
-                state, due = frame.state, now + _PRINT_EVERY_S
-                draw()
+            # A state that lasts: by the next tick the story has told in a line of its own how it was entered.
+            lasts, before = frame.state == before, frame.state
+            stale = now >= due and frame.streams != shown.streams
+            if lasts and (frame.state != shown.state or stale):
+                shown, due = frame, now + _PRINT_EVERY_S
+                draw(frame)
 
         async with _ticking(draw_if_due):
             yield
-        draw()
+        draw(look())
 
 
 @contextlib.asynccontextmanager
