@@ -18,8 +18,9 @@ import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,24 +166,26 @@ async def both(model: Path, **settings: Any) -> AsyncIterator[tuple[Any, AsyncLi
 
     arguments = {"model": str(model), "disable_log_stats": True, **settings}
     plain = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    build = partial(VllmInprocess, **arguments)
     try:
-        async with AsyncLifecycle(lambda: VllmInprocess(**arguments), sinks=()) as guarded:
+        async with AsyncLifecycle(build, sinks=(), weights="declared") as guarded:
+            await guarded.mark_weights_loaded()  # the random ones of a dummy load will do
             yield plain, guarded
     finally:
         plain.shutdown()
 
 
-def measure(model: Path, loads: dict[Load, int], *, judged: bool, **settings: Any) -> list[Line]:
+def measure(model: Path, loads: dict[Load, int], *, judged: bool, **settings: Any) -> Iterator[Line]:
     """The lines of every load, with its number of pairs."""
-
-    async def main() -> list[Line]:
-        lines: list[Line] = []
-        async with both(model, **settings) as (plain, guarded):
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        plain, guarded = runner.run(stack.enter_async_context(both(model, **settings)))
+        try:
             for load, pairs in loads.items():
-                lines += lines_of(load, *await compare(plain, guarded, load, pairs), judged=judged)
-        return lines
-
-    return asyncio.run(main())
+                sides = runner.run(compare(plain, guarded, load, pairs))
+                yield from lines_of(load, *sides, judged=judged)
+        finally:
+            runner.run(stack.aclose())
 
 
 def run(*, quick: bool) -> Iterator[Line]:
