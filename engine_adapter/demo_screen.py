@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -360,7 +361,9 @@ def _panel(stream: StreamView, width: int, lines: int) -> Any:
 
 
 def make_screen() -> Screen:
-    """The one with colours, if rich is there."""
+    """The one with colours, if rich is there. What the terminal has no letter for is shown as "?"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return RichScreen()
     except ImportError:

@@ -16,11 +16,18 @@ from engine_adapter import demo, demo_async, demo_screen, demo_stage
 from engine_adapter.demo_screen import Frame, StreamView
 from lifecycle import AsyncLifecycle, IllegalCall, Lifecycle
 
+# Seen at some moment of the drain: who started runs on, who waits is held, and no one else is asked for.
+DRAINING = r"draining: [1-4] draining, 5 held, [2-5] finished, 1 later"
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = {"drop": "r04 lost", "dup": "r04 delivered twice", "alter": "r04 different"}
 BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
 SIMULATED = "from lifecycle.cli import main; sys.exit(main(['demo', '--simulated']))"
 SIMULATED_ASYNC = SIMULATED.replace("'--simulated'", "'--simulated', '--async'")
+# The whole asynchronous story, in half of its time: each state still lasts long enough to be printed.
+QUICK_ASYNC = (
+    "from engine_adapter import demo_async, demo_stage\n"
+    "demo_stage.SIMULATED_STEP_S, demo_async._ASLEEP_S = 0.01, 0.4\n" + SIMULATED_ASYNC
+)
 
 
 def environment(**changes):
@@ -44,11 +51,16 @@ def same_rows(done):
     return re.findall(r"^r\d\d .* same +same ", done.stdout, re.MULTILINE)
 
 
-def play_without(*names, code=SIMULATED):
-    """The simulated demo in a process where these modules can't be imported."""
+def play_without(*names, code=SIMULATED, **changes):
+    """The simulated demo in a process of its own, where these modules can't be imported."""
     code = BLOCK.format(names=names) + code
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), check=False, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(**changes),
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -87,6 +99,20 @@ def test_simulated_demo_starts_at_once():
         seconds = time.monotonic() - started
         process.communicate()
     assert seconds < 2
+
+
+@pytest.mark.parametrize("absent", [(), ("rich",)])
+def test_a_letter_that_the_terminal_has_not_is_replaced(absent):
+    """A model writes what it likes: a letter that the output's encoding lacks is a "?" and not the end."""
+    code = (
+        "from engine_adapter.demo_screen import make_screen\n"
+        "screen = make_screen()\n"
+        "screen.line('caf\\u00e9 \\u2026')\n"
+        "screen.table(('text',), [('\\u7d4c',)])"
+    )
+    done = play_without(*absent, code=code, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["caf?", "?", "text", "?"]
 
 
 @pytest.mark.parametrize("telling", [SIMULATED, SIMULATED_ASYNC])
@@ -217,7 +243,7 @@ def test_ctrl_c_ends_cleanly(monkeypatch, capsys):
 @pytest.fixture
 def quick(monkeypatch):
     """The asynchronous demo in this process, with short steps and a short sleep."""
-    monkeypatch.setattr(demo_stage, "SIMULATED_STEP_S", 0.004)
+    monkeypatch.setattr(demo_stage, "SIMULATED_STEP_S", 0.003)
     monkeypatch.setattr(demo_async, "_ASLEEP_S", 0.02)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("FAULT", raising=False)
@@ -226,14 +252,13 @@ def quick(monkeypatch):
 
 def test_async_demo_ends_well():
     """Concurrent streams, drained, held and woken, have the tokens of the run without; nothing is redrawn."""
-    done = play("--simulated", "--async")
+    done = play_without(code=QUICK_ASYNC)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "All 12 requests" in done.stdout
     assert "No illegal call reached the engine." in done.stdout
     assert len(same_rows(done)) == 12
     for told in (
-        "draining: 4 draining, 5 held, 2 finished, 1 later",
         "cannot wake_up while draining",
         "sleeping: 6 held, 6 finished",
         "generate('r11') is held: 6 wait now",
@@ -241,14 +266,15 @@ def test_async_demo_ends_well():
         "all memory is awake, and 12 streams are held",
     ):
         assert told in done.stdout
+    assert re.search(DRAINING, done.stdout)
     assert "\x1b" not in done.stdout
 
 
 def test_async_demo_needs_neither_vllm_nor_torch_nor_rich():
     """Without vLLM, torch and rich the streams are printed in plain text."""
-    done = play_without("vllm", "torch", "transformers", "rich", code=SIMULATED_ASYNC)
+    done = play_without("vllm", "torch", "transformers", "rich", code=QUICK_ASYNC)
     assert done.returncode == 0, done.stderr
-    assert "draining: 4 draining, 5 held, 2 finished, 1 later" in done.stdout
+    assert re.search(DRAINING, done.stdout)
     assert len(same_rows(done)) == 12
 
 
