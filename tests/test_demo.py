@@ -1,5 +1,7 @@
 """The demo: the story ends well, and a planted fault never goes unnoticed."""
 
+import asyncio
+import contextlib
 import os
 import pty
 import re
@@ -423,6 +425,41 @@ def frame(texts):
             for place, text in enumerate(texts)
         ],
     )
+
+
+def test_a_frame_follows_the_line_that_explains_it(monkeypatch, capsys):
+    """A new state is printed once it lasts, after the line that says how it came; nothing unchanged twice."""
+    ticks = []
+
+    @contextlib.asynccontextmanager
+    async def by_hand(draw):
+        ticks.append(draw)
+        yield
+
+    monkeypatch.setattr(demo_screen, "_ticking", by_hand)
+    monkeypatch.setattr(demo_screen, "_PRINT_EVERY_S", 0.0)
+    few, more = frame(["a"]).streams, frame(["a b"]).streams
+    seen = [
+        (Frame("running", 0.0, few), ""),
+        (Frame("running", 0.1, few), "running 0.1"),
+        (Frame("running", 0.2, few), ""),
+        (Frame("running", 0.3, more), "running 0.3"),
+        (Frame("asleep", 0.4, more), ""),
+        (Frame("asleep", 0.5, more), "asleep 0.5"),
+        (Frame("asleep", 0.6, more), ""),
+    ]
+    now = []
+
+    async def story():
+        async with demo_screen.Screen().streams(lambda: now[-1]):
+            for view, told in seen:
+                now.append(view)
+                ticks[0]()
+                printed = re.findall(r"^\[ *([\d.]+) s\] (\w+):", capsys.readouterr().out, re.MULTILINE)
+                assert [f"{state} {seconds}" for seconds, state in printed] == [told] * bool(told)
+        assert "[ 0.6 s] asleep" in capsys.readouterr().out  # and the end in any case
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("width", [30, 37, 80, 120, 200])
