@@ -274,9 +274,11 @@ def test_async_demo_ends_well():
 
 def test_async_demo_needs_neither_vllm_nor_torch_nor_rich():
     """Without vLLM, torch and rich the streams are printed in plain text."""
-    done = play_without("vllm", "torch", "transformers", "rich", code=QUICK_ASYNC)
+    done = play_without(
+        "vllm", "torch", "transformers", "rich", code=QUICK_ASYNC.replace("0.01, 0.4", "0.003, 0.02")
+    )
     assert done.returncode == 0, done.stderr
-    assert re.search(DRAINING, done.stdout)
+    assert done.stdout.count(" s] awake: 12 finished\n  r00 finished 16/16") == 2
     assert len(same_rows(done)) == 12
 
 
