@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 .PHONY: help demo lint docs test test-deep test-mutants coverage bench clean
 
 help:
-	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); MODEL=<folder>, FAULT=<kind>"
+	@echo "make demo    rollouts, sleep and wake on a real vLLM (CPU); ARGS=--async, MODEL=<folder>, FAULT=<kind>"
 	@echo "make test    everything that must hold: lint, docs, tests, and the wheel in an empty environment"
 	@echo "make test-deep  the slow rest of the tests"
 	@echo "make test-mutants  whether the tests notice planted faults; ARGS='--resume --file lifecycle/core.py'"
@@ -40,7 +40,7 @@ help:
 	@touch $@
 
 demo: .venv/lock  # MODEL=... and FAULT=... reach it through the environment: make exports what it is given
-	@$(BIN)/python -m lifecycle demo
+	@$(BIN)/python -m lifecycle demo $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check

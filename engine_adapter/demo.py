@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from engine_adapter import demo_async
 from engine_adapter.demo_screen import Screen, make_screen
@@ -31,13 +30,10 @@ from engine_adapter.demo_stage import (
     on_simulated,
     on_vllm,
     read_fault,
+    refused,
     verdict,
 )
 from engine_adapter.models import ModelPreparationError
-from lifecycle import IllegalCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def run(*, simulated: bool = False, asynchronous: bool = False) -> int:
@@ -86,10 +82,11 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.line("step() hands out what the drain finished, once")
     lifecycle.add_request(late.request_id, late.prompt, late.params)
     screen.line(f"add_request({late.request_id!r}) is held: {lifecycle.snapshot().held} wait now")
-    served = [
-        *_not_refused(screen, "step()", lifecycle.step),
-        *_not_refused(screen, "generate()", lambda: stage.generate(lifecycle)),
-    ]
+    problems: list[str] = []
+    with refused(screen, "step()", problems):
+        lifecycle.step()
+    with refused(screen, "generate()", problems):
+        stage.generate(lifecycle)
 
     screen.heading("4. Wake: the weights, then the KV cache, and finish the rest")
     screen.report(lifecycle.wake_up(["weights"]))
@@ -101,7 +98,8 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.heading("5. Level 2 discards the weights: nothing is served until they are loaded")
     screen.slept(lifecycle.sleep(level=2))
     screen.report(lifecycle.wake_up())
-    served += _not_refused(screen, "generate()", lambda: stage.generate(lifecycle))
+    with refused(screen, "generate()", problems):
+        stage.generate(lifecycle)
     loaded = lifecycle.reload_weights()
     screen.line(f"reload_weights() in {loaded.seconds:.2f} s; the engine is {lifecycle.state}")
     again = stage.generate(lifecycle)
@@ -111,15 +109,5 @@ def _play(screen: Screen, stage: Stage, fault: str) -> int:
     screen.transitions(lifecycle.events())
 
     screen.heading("7. Every request against the uninterrupted run")
-    problems = [*served, *compare(screen, reference, collected, again)]
+    problems += compare(screen, reference, collected, again)
     return verdict(screen, stage, problems)
-
-
-def _not_refused(screen: Screen, call: str, attempt: Callable[[], Any]) -> list[str]:
-    """Make an unsafe call and show its refusal; the call's name if it was let through."""
-    try:
-        attempt()
-    except IllegalCall as error:
-        screen.refusal(f"{call} -> {type(error).__name__}: {error}")
-        return []
-    return [f"{call} was served although it is unsafe"]

@@ -28,12 +28,13 @@ from engine_adapter.demo_stage import (
     Tokens,
     compare,
     count,
+    refused,
     verdict,
 )
-from lifecycle import AsyncLifecycle, IllegalCall, State
+from lifecycle import AsyncLifecycle, State
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from lifecycle import Engine
 
@@ -140,6 +141,7 @@ async def _keep(lifecycle: AsyncLifecycle) -> list[dict[str, Any]]:
 async def _sleep_in_the_middle(
     screen: Screen, lifecycle: AsyncLifecycle, requests: Sequence[Request], rollout: _Rollout
 ) -> list[str]:
+    problems: list[str] = []
     *early, late = requests
     async with screen.streams(rollout.look), asyncio.TaskGroup() as group:
         streams = [group.create_task(rollout.read(request)) for request in early]
@@ -149,7 +151,8 @@ async def _sleep_in_the_middle(
         screen.line('sleep(level=1, mode="wait"): finish what started, hold the rest')
         falling_asleep = group.create_task(lifecycle.sleep(level=1, mode="wait"))
         await lifecycle.wait_for("draining")
-        served = await _not_refused(screen, "wake_up() while it drains", lifecycle.wake_up())
+        with refused(screen, "wake_up() while it drains", problems):
+            await lifecycle.wake_up()
         slept = await falling_asleep
         screen.slept(slept)
         screen.line(f"drained: {' '.join(slept.drained)}; held until the wake: {' '.join(slept.held)}")
@@ -157,18 +160,19 @@ async def _sleep_in_the_middle(
         group.create_task(rollout.read(late))
         await asyncio.sleep(_ASLEEP_S)
         screen.line(f"generate({late.request_id!r}) is held: {lifecycle.snapshot().held} wait now")
-        served += [
+        problems += [
             f"{name} was served while the engine slept"
             for name in (*slept.held, late.request_id)
             if name in rollout.collected.tokens
         ]
-        served += await _not_refused(screen, "reload_weights() asleep", lifecycle.reload_weights())
+        with refused(screen, "reload_weights() asleep", problems):
+            await lifecycle.reload_weights()
 
         rollout.when = "after the wake"
         screen.report(await lifecycle.wake_up(["weights"]))
         screen.report(await lifecycle.wake_up(["kv_cache"]))
     screen.line(f"{len(rollout.collected.ended)} streams finished; the engine is {lifecycle.state}")
-    return served
+    return problems
 
 
 async def _hold_until_loaded(
@@ -185,13 +189,3 @@ async def _hold_until_loaded(
         loaded = await lifecycle.reload_weights()
         screen.line(f"reload_weights() in {loaded.seconds:.2f} s; the engine is {lifecycle.state}")
     return served
-
-
-async def _not_refused(screen: Screen, call: str, attempt: Awaitable[Any]) -> list[str]:
-    """Make an unsafe call and show its refusal; the call's name if it was let through."""
-    try:
-        await attempt
-    except IllegalCall as error:
-        screen.refusal(f"{call} -> {type(error).__name__}: {error}")
-        return []
-    return [f"{call} was served although it is unsafe"]

@@ -6,7 +6,7 @@ Theory of operation
 `Frame`, a view of all of them at one moment, which a ticker asks for ten times a second in
 the event loop. On a terminal, rich redraws one panel for each stream in place, or one row
 where panels do not fit. Anywhere else nothing can be redrawn: a frame is printed when the
-engine's state has changed, and once a second.
+engine's state is new and lasts, and once a second while streams change.
 
 Text is cut from its left: what is new is what is seen. `rich` is optional.
 """
@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import os
 import shutil
 import sys
 import textwrap
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from lifecycle import DrainProgress, SleepReport
 
+READER_GONE: Final = 141  # the shell's number for a program that SIGPIPE ended
 _TICK_S: Final = 0.1
 _PRINT_EVERY_S: Final = 1.0
 _ON_A_CPU: Final = {
@@ -91,6 +94,15 @@ def _row(stream: StreamView, width: int) -> str:
     return f"{head}{text:{room}}"
 
 
+def _reader_gone() -> NoReturn:
+    """Nobody reads any more, as after `| head`: end as the signal ends other programs, without a word.
+
+    SystemExit passes through the event loop and its task groups as it is.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still written on the way out
+    raise SystemExit(READER_GONE)
+
+
 class Screen:
     """Plain text. `RichScreen` shows the same with colours and a moving bar."""
 
@@ -100,8 +112,11 @@ class Screen:
 
     def line(self, text: str) -> None:
         """One line, seen at once also through a pipe."""
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _reader_gone()
 
     def report(self, report: object) -> None:
         """A report of the lifecycle, as it prints itself."""
@@ -168,24 +183,26 @@ class Screen:
     @contextlib.asynccontextmanager
     async def streams(self, look: Callable[[], Frame]) -> AsyncIterator[None]:
         """Show streams side by side while the block runs, and once more at its end."""
-        state, due = "", 0.0
+        shown, before, due = Frame("", 0.0, []), "", 0.0
 
-        def draw() -> None:
-            frame = look()
+        def draw(frame: Frame) -> None:
             self.line(f"[{frame.seconds:4.1f} s] {frame.state}: {frame.counts()}")
             for row in frame.rows(self.width() - 2):
                 self.line(f"  {row}")
 
         def draw_if_due() -> None:
-            nonlocal state, due
+            nonlocal shown, before, due
             now, frame = time.monotonic(), look()
-            if frame.state != state or now >= due:
-                state, due = frame.state, now + _PRINT_EVERY_S
-                draw()
+            # A state that lasts: by the next tick the story has told in a line of its own how it was entered.
+            lasts, before = frame.state == before, frame.state
+            stale = now >= due and frame.streams != shown.streams
+            if lasts and (frame.state != shown.state or stale):
+                shown, due = frame, now + _PRINT_EVERY_S
+                draw(frame)
 
         async with _ticking(draw_if_due):
             yield
-        draw()
+        draw(look())
 
 
 @contextlib.asynccontextmanager
@@ -212,8 +229,12 @@ class RichScreen(Screen):
     def __init__(self) -> None:
         from rich.console import Console
 
+        class Piped(Console):
+            def on_broken_pipe(self) -> None:  # rich's own ends with status 1, which means a difference here
+                _reader_gone()
+
         # Messages hold brackets of their own: nothing is markup.
-        self._console = Console(markup=False, highlight=False)
+        self._console = Piped(markup=False, highlight=False)
 
     def heading(self, text: str) -> None:  # noqa: D102  (described by the base, as what follows)
         self._console.print(f"\n{text}", style="bold cyan")
@@ -340,7 +361,9 @@ def _panel(stream: StreamView, width: int, lines: int) -> Any:
 
 
 def make_screen() -> Screen:
-    """The one with colours, if rich is there."""
+    """The one with colours, if rich is there. What the terminal has no letter for is shown as "?"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return RichScreen()
     except ImportError:

@@ -16,6 +16,7 @@ vLLM reads its environment when it is imported, so it is imported late.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from engine_adapter.models import prepare_smollm2
-from lifecycle import Lifecycle
+from lifecycle import IllegalCall, Lifecycle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from engine_adapter.demo_screen import Screen
     from lifecycle import Engine
@@ -104,6 +105,17 @@ class Stage:
     generate: Callable[[Lifecycle], Tokens]
     engine: Callable[[], Engine]
     misuse: list[str] | None = None
+
+
+@contextlib.contextmanager
+def refused(screen: Screen, call: str, problems: list[str]) -> Iterator[None]:
+    """The block makes an unsafe call: show its refusal, or add to `problems` that it was let through."""
+    try:
+        yield
+    except IllegalCall as error:
+        screen.refusal(f"{call} -> {type(error).__name__}: {error}")
+    else:
+        problems.append(f"{call} was served although it is unsafe")
 
 
 # -- collecting and comparing ----------------------------------------------------------------------

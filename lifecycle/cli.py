@@ -38,7 +38,8 @@ _DEMO_HELP: Final = """\
 Generate with 12 requests, sleep in the middle, wake, and compare every token with a run
 that nothing interrupted.
 
-exit status: 0 all the same; 1 something was lost, doubled or different; 2 it could not start
+exit status: 0 all the same; 1 something was lost, doubled or different; 2 it could not start;
+130 interrupted; 141 its output was closed early
 
 environment:
   MODEL   a folder with a model (without it: SmolLM2-135M, unpacked once and cached)

@@ -1,5 +1,7 @@
 """The demo: the story ends well, and a planted fault never goes unnoticed."""
 
+import asyncio
+import contextlib
 import os
 import pty
 import re
@@ -16,11 +18,18 @@ from engine_adapter import demo, demo_async, demo_screen, demo_stage
 from engine_adapter.demo_screen import Frame, StreamView
 from lifecycle import AsyncLifecycle, IllegalCall, Lifecycle
 
+# Seen at some moment of the drain: who started runs on, who waits is held, and no one else is asked for.
+DRAINING = r"draining: [1-4] draining, 5 held, [2-5] finished, 1 later"
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = {"drop": "r04 lost", "dup": "r04 delivered twice", "alter": "r04 different"}
 BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
 SIMULATED = "from lifecycle.cli import main; sys.exit(main(['demo', '--simulated']))"
 SIMULATED_ASYNC = SIMULATED.replace("'--simulated'", "'--simulated', '--async'")
+# The whole asynchronous story, in half of its time: each state still lasts long enough to be printed.
+QUICK_ASYNC = (
+    "from engine_adapter import demo_async, demo_stage\n"
+    "demo_stage.SIMULATED_STEP_S, demo_async._ASLEEP_S = 0.01, 0.4\n" + SIMULATED_ASYNC
+)
 
 
 def environment(**changes):
@@ -44,11 +53,16 @@ def same_rows(done):
     return re.findall(r"^r\d\d .* same +same ", done.stdout, re.MULTILINE)
 
 
-def play_without(*names, code=SIMULATED):
-    """The simulated demo in a process where these modules can't be imported."""
+def play_without(*names, code=SIMULATED, **changes):
+    """The simulated demo in a process of its own, where these modules can't be imported."""
     code = BLOCK.format(names=names) + code
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), check=False, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(**changes),
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -87,6 +101,39 @@ def test_simulated_demo_starts_at_once():
         seconds = time.monotonic() - started
         process.communicate()
     assert seconds < 2
+
+
+@pytest.mark.parametrize("absent", [(), ("rich",)])
+def test_a_letter_that_the_terminal_has_not_is_replaced(absent):
+    """A model writes what it likes: a letter that the output's encoding lacks is a "?" and not the end."""
+    code = (
+        "from engine_adapter.demo_screen import make_screen\n"
+        "screen = make_screen()\n"
+        "screen.line('caf\\u00e9 \\u2026')\n"
+        "screen.table(('text',), [('\\u7d4c',)])"
+    )
+    done = play_without(*absent, code=code, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["caf?", "?", "text", "?"]
+
+
+@pytest.mark.parametrize("telling", [SIMULATED, SIMULATED_ASYNC])
+@pytest.mark.parametrize("absent", [(), ("rich",)])
+def test_a_reader_that_goes_away_ends_it(telling, absent):
+    """Once nobody reads any more, as after `| head`, the demo ends with status 141 and says nothing."""
+    code = BLOCK.format(names=absent) + telling
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == b""
+    assert process.returncode == 141
 
 
 @pytest.mark.parametrize(("fault", "told"), FAULTS.items())
@@ -198,7 +245,7 @@ def test_ctrl_c_ends_cleanly(monkeypatch, capsys):
 @pytest.fixture
 def quick(monkeypatch):
     """The asynchronous demo in this process, with short steps and a short sleep."""
-    monkeypatch.setattr(demo_stage, "SIMULATED_STEP_S", 0.004)
+    monkeypatch.setattr(demo_stage, "SIMULATED_STEP_S", 0.003)
     monkeypatch.setattr(demo_async, "_ASLEEP_S", 0.02)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("FAULT", raising=False)
@@ -207,14 +254,13 @@ def quick(monkeypatch):
 
 def test_async_demo_ends_well():
     """Concurrent streams, drained, held and woken, have the tokens of the run without; nothing is redrawn."""
-    done = play("--simulated", "--async")
+    done = play_without(code=QUICK_ASYNC)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "All 12 requests" in done.stdout
     assert "No illegal call reached the engine." in done.stdout
     assert len(same_rows(done)) == 12
     for told in (
-        "draining: 4 draining, 5 held, 2 finished, 1 later",
         "cannot wake_up while draining",
         "sleeping: 6 held, 6 finished",
         "generate('r11') is held: 6 wait now",
@@ -222,14 +268,17 @@ def test_async_demo_ends_well():
         "all memory is awake, and 12 streams are held",
     ):
         assert told in done.stdout
+    assert re.search(DRAINING, done.stdout)
     assert "\x1b" not in done.stdout
 
 
 def test_async_demo_needs_neither_vllm_nor_torch_nor_rich():
     """Without vLLM, torch and rich the streams are printed in plain text."""
-    done = play_without("vllm", "torch", "transformers", "rich", code=SIMULATED_ASYNC)
+    done = play_without(
+        "vllm", "torch", "transformers", "rich", code=QUICK_ASYNC.replace("0.01, 0.4", "0.003, 0.02")
+    )
     assert done.returncode == 0, done.stderr
-    assert "draining: 4 draining, 5 held, 2 finished, 1 later" in done.stdout
+    assert done.stdout.count(" s] awake: 12 finished\n  r00 finished 16/16") == 2
     assert len(same_rows(done)) == 12
 
 
@@ -378,6 +427,41 @@ def frame(texts):
             for place, text in enumerate(texts)
         ],
     )
+
+
+def test_a_frame_follows_the_line_that_explains_it(monkeypatch, capsys):
+    """A new state is printed once it lasts, after the line that says how it came; nothing unchanged twice."""
+    ticks = []
+
+    @contextlib.asynccontextmanager
+    async def by_hand(draw):
+        ticks.append(draw)
+        yield
+
+    monkeypatch.setattr(demo_screen, "_ticking", by_hand)
+    monkeypatch.setattr(demo_screen, "_PRINT_EVERY_S", 0.0)
+    few, more = frame(["a"]).streams, frame(["a b"]).streams
+    seen = [
+        (Frame("running", 0.0, few), ""),
+        (Frame("running", 0.1, few), "running 0.1"),
+        (Frame("running", 0.2, few), ""),
+        (Frame("running", 0.3, more), "running 0.3"),
+        (Frame("asleep", 0.4, more), ""),
+        (Frame("asleep", 0.5, more), "asleep 0.5"),
+        (Frame("asleep", 0.6, more), ""),
+    ]
+    now = []
+
+    async def story():
+        async with demo_screen.Screen().streams(lambda: now[-1]):
+            for view, told in seen:
+                now.append(view)
+                ticks[0]()
+                printed = re.findall(r"^\[ *([\d.]+) s\] (\w+):", capsys.readouterr().out, re.MULTILINE)
+                assert [f"{state} {seconds}" for seconds, state in printed] == [told] * bool(told)
+        assert "[ 0.6 s] asleep" in capsys.readouterr().out  # and the end in any case
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("width", [30, 37, 80, 120, 200])
