@@ -61,23 +61,9 @@ class Load:
 
 async def block_of(engine: Any, load: Load) -> Block:
     """Run one block on an `AsyncLLM` or an `AsyncLifecycle`."""
-    block = Block()
-    heart = asyncio.create_task(beat(block.late))
-    started = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for number in range(load.streams):
-            group.create_task(consume(engine, load, number, block))
-    block.seconds = time.perf_counter() - started
-    heart.cancel()
-    assert block.tokens == load.streams * load.tokens, f"{block.tokens} tokens of {load}"
-    return block
-
-
-async def consume(engine: Any, load: Load, number: int, block: Block) -> None:
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
 
-    prompt = {"prompt_token_ids": [10 + number % 200] * PROMPT_TOKENS}
     params = Params(
         max_tokens=load.tokens,
         ignore_eos=True,
@@ -85,6 +71,20 @@ async def consume(engine: Any, load: Load, number: int, block: Block) -> None:
         logprobs=1,
         output_kind=RequestOutputKind.DELTA,
     )
+    block = Block()
+    heart = asyncio.create_task(beat(block.late))
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(load.streams):
+            prompt = {"prompt_token_ids": [10 + number % 200] * PROMPT_TOKENS}
+            group.create_task(consume(engine, load, prompt, params, block))
+    block.seconds = time.perf_counter() - started
+    heart.cancel()
+    assert block.tokens == load.streams * load.tokens, f"{block.tokens} tokens of {load}"
+    return block
+
+
+async def consume(engine: Any, load: Load, prompt: dict[str, Any], params: Any, block: Block) -> None:
     asked, waits = time.perf_counter(), True
     async for output in engine.generate(prompt, params, f"stream-{next(_ids)}"):
         if waits:
