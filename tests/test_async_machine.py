@@ -141,7 +141,7 @@ class AsyncMachine(RuleBasedStateMachine):
         self.fault = None
         self.struck = 0
         self.failure = None
-        self.asked = ()  # what the sleep under way is
+        self.begun = None, ()  # the last sleep that a caller began, and its arguments
         self.closing = None
         self.aborted = set()
         self.contents_seen = None
@@ -190,11 +190,11 @@ class AsyncMachine(RuleBasedStateMachine):
             self.look_for_faults()
             must, struck = caller.must(self.world()), self.struck
             self.reached.steps += 1
-            came = FINE
+            came, why = FINE, ""
             try:
                 result = work()
             except BaseException as error:
-                came = type(error).__name__
+                came, why = type(error).__name__, str(error)
                 raise
             else:
                 return result
@@ -202,7 +202,7 @@ class AsyncMachine(RuleBasedStateMachine):
                 self.look_for_faults()
                 caller.ran = came
                 if struck == self.struck and not _fits(must, came):
-                    self.wrong.append(f"{caller} must be {must}, and was {came}")
+                    self.wrong.append(f"{caller} must be {must}, and was {came} {why}")
                 if came == FINE and isinstance(caller, Consumer):
                     self.requests.asked[caller.name].lived[:] = [self.contents()]
                 if came == FINE and result is LATER:
@@ -425,6 +425,19 @@ class AsyncMachine(RuleBasedStateMachine):
             self.ask(old.name, asked.prompt, asked.options)
         self.move(moves)
 
+    @precondition(lambda self: any(each.task for each in self.consumers))
+    @rule(data=st.data(), between=st.sampled_from([["tick"], ["tick", "tick"], ["tick", "turn", "tick"]]))
+    def change_of_mind(self, data, between):
+        """A caller is cancelled, and asks for another thing by the same id, with luck before the thread moves."""
+        old = data.draw(st.sampled_from([each for each in self.consumers if each.task]))
+        self.cancel_one([old])
+        self.move(between)
+        self.collect()
+        if old.task is None and old.how not in ("reads", "drops"):
+            self.consumers.remove(old)
+            self.ask(old.name, [7, 8, 9], self.requests.asked[old.name].options)
+            self.move(between)
+
     @precondition(lambda self: any(each.task and each.gate for each in self.consumers))
     @rule(data=st.data())
     def let_read(self, data):
@@ -467,19 +480,24 @@ class AsyncMachine(RuleBasedStateMachine):
 
     # -- sleep and wake --------------------------------------------------------------------------------
 
+    def asked(self):
+        """The arguments of the sleep under way; none of one by which a close drains."""
+        sleep, asked = self.begun
+        return asked if sleep is self.bench.core.transition else ()
+
     def sleep_as(self, name, make, moves, *, pause, **options):
         asked = (pause, *sorted(options.items()))
         limited = bool(options.keys() & {"timeout", "max_steps"})
 
         def must(world):
             if world.alive and self.bench.core.transition is not None:
-                return FINE if asked == self.asked else REFUSED
+                return FINE if asked == self.asked() else REFUSED
             return world.may_sleep(options["level"], options["mode"], limited=limited, pause=pause)
 
         def began(world):
             if self.closing:  # what it leaves in flight will be cut off
                 self.requests.may_end(self.requests.live(), "abort")
-            self.asked = asked
+            self.begun = self.bench.core.transition, asked
 
         def aborts(world):
             if "abort" in (options["mode"], options.get("on_timeout")):
@@ -492,11 +510,20 @@ class AsyncMachine(RuleBasedStateMachine):
         self.spawn(caller, make)
         self.move(moves)
 
-    @rule(options=strategies.sleeps(), times=st.sampled_from([1, 1, 1, 2, 3]), moves=MOVES)
-    def sleep(self, options, times, moves):
-        """Perhaps asked for several times: it is one."""
+    @rule(
+        options=strategies.sleeps(),
+        times=st.sampled_from([1, 1, 1, 2, 3]),
+        left=st.sampled_from([None, None, ("tick",), ("tick", "turn"), ("tick", "tick")]),
+        moves=MOVES,
+    )
+    def sleep(self, options, times, left, moves):
+        """Perhaps asked for several times: it is one. Perhaps the last caller leaves, after these moves."""
         for _ in range(times):
-            self.sleep_as("sleep", lambda life: life.sleep(**options), moves, pause=False, **options)
+            between = moves if left is None else left
+            self.sleep_as("sleep", lambda life: life.sleep(**options), between, pause=False, **options)
+        if left is not None:
+            self.cancel_one(self.callers[-1:])
+            self.move(moves)
 
     @precondition(
         lambda self: self.bench.life.state in (State.AWAKE, State.RUNNING) and not self.bench.baton.hang
@@ -506,7 +533,7 @@ class AsyncMachine(RuleBasedStateMachine):
         level=st.sampled_from([0, 1, 1, 2]),
         limit=st.sampled_from([{}, {}, {"max_steps": 4, "on_timeout": "raise"}]),
         seed=st.integers(0, 7),
-        then=st.lists(st.sampled_from(["join", "cancel", "close", "visit", "wake", "turn"]), max_size=4),
+        then=st.lists(st.sampled_from(["join", "cancel", "close", "visit", "wake"]), max_size=4),
     )
     def drain(self, mode, level, limit, seed, then):
         """A drain of several requests that just began, and what may come to it."""
@@ -525,7 +552,8 @@ class AsyncMachine(RuleBasedStateMachine):
             if what == "join":
                 sleep("tick", "turn")
             elif what == "cancel":
-                self.cancel_one([each for each in self.callers if each.name == "sleep"][-1:])
+                sleepers = [each for each in self.callers if each.name == "sleep" and not each.task.done()]
+                self.cancel_one(sleepers[-1:])
             elif what == "close":
                 self.close_once(drain=True, timeout=None, moves=["tick", "turn"])
             elif what == "visit":
@@ -689,7 +717,7 @@ class AsyncMachine(RuleBasedStateMachine):
         def must(world):
             if not world.closed:
                 patient = drain and timeout != 0.0
-                core, asked = self.bench.core, dict(self.asked[1:])
+                core, asked = self.bench.core, dict(self.asked()[1:])
                 waits = (
                     asked.get("mode") in ("wait", "wait_all") and asked.get("on_timeout", "raise") == "raise"
                 )
@@ -699,7 +727,6 @@ class AsyncMachine(RuleBasedStateMachine):
                 if not (patient and (drains or self.closing)):
                     self.closing = "impatient"
                 self.closing = self.closing or "patient"
-                self.asked = self.asked if core.transition is not None else ()
                 if self.closing == "impatient":
                     self.requests.may_end(self.requests.live(), "abort")
             return REFUSED if world.closed else FINE
