@@ -525,9 +525,7 @@ class AsyncMachine(RuleBasedStateMachine):
             self.cancel_one(self.callers[-1:])
             self.move(moves)
 
-    @precondition(
-        lambda self: self.bench.life.state in (State.AWAKE, State.RUNNING) and not self.bench.baton.hang
-    )
+    @precondition(lambda self: not (self.bench.life._gone or self.bench.baton.hang))
     @rule(
         mode=st.sampled_from(["wait", "wait_all"]),
         level=st.sampled_from([0, 1, 1, 2]),
@@ -537,6 +535,9 @@ class AsyncMachine(RuleBasedStateMachine):
     )
     def drain(self, mode, level, limit, seed, then):
         """A drain of several requests that just began, and what may come to it."""
+        if self.bench.life.state not in (State.AWAKE, State.RUNNING):
+            self.rest()
+            self.serve_again()
         options = {"max_tokens": 20, "n": 1, "seed": seed, "stop": None, "output_kind": seed % 3}
         for _ in range(3):
             self.ids += 1
@@ -802,6 +803,7 @@ class AsyncMachine(RuleBasedStateMachine):
         last = None
         if not life._gone:
             self.serve_again()
+            assert bench.core.state in (State.AWAKE, State.RUNNING), bench.core.snapshot()
             last = self.ask(
                 "last", [1, 2, 3], {"max_tokens": 3, "n": 1, "seed": 1, "stop": None, "output_kind": 0}
             )
@@ -844,7 +846,6 @@ class AsyncMachine(RuleBasedStateMachine):
             )
         if core.state is State.SLEEPING:
             self.call("wake_up", self.unless_busy(World.may_wake), lambda life: life.wake_up(), ["rest"])
-        assert core.state in (State.AWAKE, State.RUNNING), core.snapshot()
 
 
 def _copy(output):
