@@ -186,14 +186,14 @@ class Bench:
         return found
 
     def _disowned(self, sleep):
-        """The thread has the sleep under way in hand, and somebody waits for its drain or is about to leave."""
+        """The thread has the sleep under way in hand, and its drain has someone who waits or just left."""
         owner = self.owner
         if sleep is None:
             return []
         if self.baton.over or owner._sleep is not sleep:
             return [f"nobody carries on {sleep}"]
         waits = [answer for answer in owner._sleepers if not answer.done()]
-        leaving = bool(self.loop._ready) or any(map(_gives_up, self.baton.inbox.commands))
+        leaving = owner._sleepers and (self.loop._ready or any(map(_gives_up, self.baton.inbox.commands)))
         wanted = waits or owner._closers or leaving or not sleep.draining
         return [] if wanted else [f"nobody waits for {sleep}"]
 

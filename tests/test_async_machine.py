@@ -428,7 +428,7 @@ class AsyncMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(each.task for each in self.consumers))
     @rule(data=st.data(), between=st.sampled_from([["tick"], ["tick", "tick"], ["tick", "turn", "tick"]]))
     def change_of_mind(self, data, between):
-        """A caller is cancelled, and asks for another thing by the same id, with luck before the thread moves."""
+        """A caller is cancelled, and asks anew by the same id, perhaps before the thread moves."""
         old = data.draw(st.sampled_from([each for each in self.consumers if each.task]))
         self.cancel_one([old])
         self.move(between)
@@ -469,7 +469,9 @@ class AsyncMachine(RuleBasedStateMachine):
             if not kinds:
                 break
             kind = data.draw(st.sampled_from(kinds))
-            self.cancel_one([data.draw(st.sampled_from([each for each in self.pending() if each.kind == kind]))])
+            self.cancel_one(
+                [data.draw(st.sampled_from([each for each in self.pending() if each.kind == kind]))]
+            )
         self.move(moves)
 
     def cancel_one(self, callers):
@@ -563,6 +565,7 @@ class AsyncMachine(RuleBasedStateMachine):
             elif what == "wake":
                 self.wake(order=(None,), moves=("tick", "turn"))
             self.move(["turn", "tick"])
+            self.sound()  # before the drain is over
 
     @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]), clear=st.booleans(), moves=MOVES)
     def pause(self, mode, clear, moves):
