@@ -564,7 +564,7 @@ class AsyncMachine(RuleBasedStateMachine):
                 self.ask(f"r{self.ids}", [1, 2, 3], options)
             elif what == "wake":
                 self.wake(order=(None,), moves=("tick", "turn"))
-            self.move(["turn", "tick"])
+            self.move(["turn", "tick", "turn"])
             self.sound()  # before the drain is over
 
     @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]), clear=st.booleans(), moves=MOVES)
