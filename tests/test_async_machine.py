@@ -447,7 +447,8 @@ class AsyncMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.consumers)
     @rule(data=st.data(), moves=MOVES)
     def abort(self, data, moves):
-        known = st.sampled_from([each.name for each in self.consumers])
+        live = [each.name for each in self.consumers if each.task]
+        known = st.sampled_from(live * 3 + [each.name for each in self.consumers])
         ids = data.draw(st.lists(known, min_size=1, max_size=3))
         self.requests.may_end(ids, "abort")
         self.aborted.update(ids)
@@ -566,6 +567,15 @@ class AsyncMachine(RuleBasedStateMachine):
                 self.wake(order=(None,), moves=("tick", "turn"))
             self.move(["turn", "tick", "turn"])
             self.sound()  # before the drain is over
+
+    @precondition(lambda self: self.bench.core.level == 0 or self.bench.life.state is State.PARTIALLY_AWAKE)
+    @rule(level=st.sampled_from([1, 2]), mode=st.sampled_from(["abort", "keep"]), moves=MOVES)
+    def sleep_deeper(self, level, mode, moves):
+        """It needs no drain, so that it can't be rolled back, though its only caller leaves at once."""
+        asked = {"level": level, "mode": mode}
+        self.sleep_as("sleep", lambda life: life.sleep(**asked), ("tick",), pause=False, **asked)
+        self.cancel_one(self.callers[-1:])
+        self.move(moves)
 
     @rule(mode=st.sampled_from(["wait", "wait_all", "abort", "keep"]), clear=st.booleans(), moves=MOVES)
     def pause(self, mode, clear, moves):
