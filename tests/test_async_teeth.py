@@ -106,7 +106,12 @@ def held_streams_are_not_told_of_their_end(self, core):
 # -- sleeps and who waits for them ---------------------------------------------------------------------
 
 
-@plant(EngineThread, "sleep", r"^(sleep|pause){.* must be refused, and was fine")
+@plant(
+    EngineThread,
+    "sleep",
+    r"^(sleep|pause){.* must be refused, and was fine|^bad sleep{} must be invalid, and was fine"
+    r"|^\((sleep|pause){.*}, SleepReport\(",
+)
 def another_sleep_is_joined(self, answer, *asked, **limits):
     if self._sleep is not None:
         self._sleepers.append(answer)
