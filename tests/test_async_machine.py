@@ -326,12 +326,13 @@ class AsyncMachine(RuleBasedStateMachine):
 
     def judge_sleeper(self, caller):
         about = caller.about
+        anothers = f"{caller} came to the end of another: {caller.why or caller.report}"
         if caller.came == FINE:
-            assert caller.report.noop or caller.report.level == about["level"], (caller, caller.report)
-            assert caller.report.mode in (about["mode"], about.get("on_timeout")), (caller, caller.report)
+            assert caller.report.noop or caller.report.level == about["level"], anothers
+            assert caller.report.mode in (about["mode"], about.get("on_timeout")), anothers
         elif caller.came == "DrainTimeout":
-            assert about.keys() & {"timeout", "max_steps"}, caller
-            assert about["on_timeout"] == "raise", caller
+            assert about.keys() & {"timeout", "max_steps"}, anothers
+            assert about["on_timeout"] == "raise", anothers
         elif caller.came == "Closed":
             assert self.closing, f"{caller} came to {caller.why}"
         else:
@@ -376,11 +377,13 @@ class AsyncMachine(RuleBasedStateMachine):
     )
     def generate(self, data, count, how, slow, moves):
         for _ in range(count):
-            self.ids += 1
             options = data.draw(strategies.sampling_options())
-            prompt = data.draw(strategies.prompts())
-            self.ask(f"r{self.ids}", prompt, options, how, slow)
+            self.ask_new(data.draw(strategies.prompts()), options, how, slow)
         self.move(moves)
+
+    def ask_new(self, prompt, options, how="closes", slow=False):
+        self.ids += 1
+        self.ask(f"r{self.ids}", prompt, options, how, slow)
 
     def ask(self, name, prompt, options, how="closes", slow=False):
         consumer = Consumer(name, self.must_admit, how, self.ids % 3 + 1, slow=slow)
@@ -429,7 +432,9 @@ class AsyncMachine(RuleBasedStateMachine):
     @rule(data=st.data(), between=st.sampled_from([["tick"], ["tick", "tick"], ["tick", "turn", "tick"]]))
     def change_of_mind(self, data, between):
         """A caller is cancelled, and asks anew by the same id, perhaps before the thread moves."""
-        old = data.draw(st.sampled_from([each for each in self.consumers if each.task]))
+        self.ask_anew(data.draw(st.sampled_from([each for each in self.consumers if each.task])), between)
+
+    def ask_anew(self, old, between):
         self.cancel_one([old])
         self.move(between)
         self.collect()
@@ -474,6 +479,10 @@ class AsyncMachine(RuleBasedStateMachine):
                 [data.draw(st.sampled_from([each for each in self.pending() if each.kind == kind]))]
             )
         self.move(moves)
+
+    def last_of(self, callers, kind):
+        """The last of them that goes on, if any does."""
+        return [each for each in callers if each.kind == kind and each.task and not each.task.done()][-1:]
 
     def cancel_one(self, callers):
         for caller in callers:
@@ -534,7 +543,11 @@ class AsyncMachine(RuleBasedStateMachine):
         level=st.sampled_from([0, 1, 1, 2]),
         limit=st.sampled_from([{}, {}, {"max_steps": 4, "on_timeout": "raise"}]),
         seed=st.integers(0, 7),
-        then=st.lists(st.sampled_from(["join", "cancel", "close", "visit", "wake"]), max_size=4),
+        then=st.one_of(
+            st.just(["join", "cancel"]),
+            st.just(["visit", "anew"]),
+            st.lists(st.sampled_from(["join", "cancel", "close", "visit", "anew", "wake"]), max_size=4),
+        ),
     )
     def drain(self, mode, level, limit, seed, then):
         """A drain of several requests that just began, and what may come to it."""
@@ -543,28 +556,26 @@ class AsyncMachine(RuleBasedStateMachine):
             self.serve_again()
         options = {"max_tokens": 20, "n": 1, "seed": seed, "stop": None, "output_kind": seed % 3}
         for _ in range(3):
-            self.ids += 1
-            self.ask(f"r{self.ids}", [1, 2, seed + 1], options)
+            self.ask_new([1, 2, seed + 1], options)
         self.move(["tick", "turn", "tick"])
         asked = {"level": level, "mode": mode, **limit}
 
         def sleep(*moves):
             self.sleep_as("sleep", lambda life: life.sleep(**asked), moves, pause=False, **asked)
 
+        happens = {
+            "join": lambda: sleep("tick", "turn"),
+            "cancel": lambda: self.cancel_one(self.last_of(self.callers, "sleep")),
+            "close": lambda: self.close_once(drain=True, timeout=None, moves=["tick", "turn"]),
+            "visit": lambda: self.ask_new([1, 2, 3], options),
+            "anew": lambda: [
+                self.ask_anew(old, ["tick"]) for old in self.last_of(self.consumers, "generate")
+            ],
+            "wake": lambda: self.wake(order=(None,), moves=("tick", "turn")),
+        }
         sleep("tick", "turn")
         for what in then:
-            if what == "join":
-                sleep("tick", "turn")
-            elif what == "cancel":
-                sleepers = [each for each in self.callers if each.name == "sleep" and not each.task.done()]
-                self.cancel_one(sleepers[-1:])
-            elif what == "close":
-                self.close_once(drain=True, timeout=None, moves=["tick", "turn"])
-            elif what == "visit":
-                self.ids += 1
-                self.ask(f"r{self.ids}", [1, 2, 3], options)
-            elif what == "wake":
-                self.wake(order=(None,), moves=("tick", "turn"))
+            happens[what]()
             self.move(["turn", "tick", "turn"])
             self.sound()  # before the drain is over
 

@@ -110,7 +110,7 @@ def held_streams_are_not_told_of_their_end(self, core):
     EngineThread,
     "sleep",
     r"^(sleep|pause){.* must be refused, and was fine|^bad sleep{} must be invalid, and was fine"
-    r"|^\((sleep|pause){.*}, SleepReport\(",
+    r"|^(sleep|pause){.* came to the end of another",
 )
 def another_sleep_is_joined(self, answer, *asked, **limits):
     if self._sleep is not None:
@@ -133,7 +133,7 @@ def a_drain_that_nobody_waits_for_goes_on(self, answer):
         self._sleepers.remove(answer)
 
 
-@plant(EngineThread, "give_up", r"nobody answers (sleep|pause)|^\((sleep|pause){.*}, SleepReport\(")
+@plant(EngineThread, "give_up", r"nobody answers (sleep|pause)|^(sleep|pause){.* came to the end of another")
 def one_of_two_sleepers_gives_up_for_both(self, answer):
     if answer in self._sleepers:
         sleepers, self._sleepers = self._sleepers, [answer]
