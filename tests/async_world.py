@@ -182,18 +182,20 @@ class Bench:
         found += [f"misuse: {line}" for engine in self.engines for line in engine.misuse]
         if self.core is not None and not self.baton.hang:
             found += self.core.check()
-            if self.core.state == "draining" and not self._drain_is_owned():
-                found.append("a drain that nobody owns")
+            found += self._disowned(self.core.transition)
         return found
 
-    def _drain_is_owned(self):
-        """The thread lives and has the sleep in hand, and somebody waits for it or is about to give it up."""
+    def _disowned(self, sleep):
+        """The thread has the sleep under way in hand, and its drain has someone who waits or just left."""
         owner = self.owner
-        if self.baton.over or owner._sleep is None or self.core.transition is not owner._sleep:
-            return False
+        if sleep is None:
+            return []
+        if self.baton.over or owner._sleep is not sleep:
+            return [f"nobody carries on {sleep}"]
         waits = [answer for answer in owner._sleepers if not answer.done()]
-        leaving = bool(self.loop._ready) or any(map(_gives_up, self.baton.inbox.commands))
-        return bool(waits or owner._closers or leaving)
+        leaving = owner._sleepers and (self.loop._ready or any(map(_gives_up, self.baton.inbox.commands)))
+        wanted = waits or owner._closers or leaving or not sleep.draining
+        return [] if wanted else [f"nobody waits for {sleep}"]
 
 
 def _gives_up(command):
