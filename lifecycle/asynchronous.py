@@ -5,7 +5,7 @@ Theory of operation
 The surface is that of vLLM's `AsyncLLM`, plus what the machine adds. The engine lives in a
 thread of its own (`EngineThread`), which alone enters the core. A call here submits a
 command to it and awaits the answer; a step's outputs come back as one batch, in one
-callback of the event loop, and are put into the streams of their requests.
+callback of the event loop, and are put into the streams of their requests, some at a time.
 
 A *stream* holds at most one output: what comes while its consumer is busy is merged into
 it, so a slow consumer costs no memory and loses no token. It ends with the request's last
@@ -25,6 +25,7 @@ import contextlib
 import os
 import signal
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -38,6 +39,8 @@ from lifecycle.errors import Closed, IllegalCall, InvalidArgument, names
 from lifecycle.table import ASLEEP, State
 from lifecycle.watchdog import Watchdog
 
+# So many consumers at most are woken in one turn of the event loop: what else runs in it comes in between.
+_OUTPUTS_A_TURN: Final = 64
 # How long the end of the interpreter waits for the engine to be shut down, in seconds.
 _AT_EXIT_S: Final = 10.0
 
@@ -142,6 +145,7 @@ class AsyncLifecycle:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone = False  # nobody runs commands any more
         self._streams: set[_Stream] = set()
+        self._arrived: deque[Batch] = deque()  # what was not given out yet
         self._told: asyncio.Future[None] | None = None  # of whoever waits for the next event, or the end
         self._signals: list[int] = []
         self._closing: asyncio.Task[None] | None = None
@@ -267,12 +271,23 @@ class AsyncLifecycle:
 
     def _receive(self, batch: Batch) -> None:
         """One turn of the thread, in the event loop."""
-        for stream, output in batch.outputs:
+        self._arrived.append(batch)
+        if len(self._arrived) == 1:
+            self._give_out(0)
+
+    def _give_out(self, begin: int) -> None:
+        """Give out the oldest batch, from this output on, so many at a time; then what else it brought."""
+        batch, end = self._arrived[0], begin + _OUTPUTS_A_TURN
+        for stream, output in batch.outputs[begin:end]:
             try:
                 stream.put(output)
             except Exception as cause:  # noqa: BLE001  (the engine can't merge: its consumer is told)
                 stream.end(cause)
                 self._owner.submit(partial(self._owner.withdraw, stream))
+        loop = asyncio.get_running_loop()
+        if end < len(batch.outputs):
+            loop.call_soon(self._give_out, end)
+            return
         for stream, error in batch.ends:
             self._streams.discard(stream)
             stream.end(error)
@@ -283,8 +298,11 @@ class AsyncLifecycle:
             for answer, result, error in self._owner.run_left_over().answers:
                 _resolve(answer, result, error)
             for number in self._signals:
-                asyncio.get_running_loop().remove_signal_handler(number)
+                loop.remove_signal_handler(number)
             self._tell()
+        self._arrived.popleft()
+        if self._arrived:
+            loop.call_soon(self._give_out, 0)
 
     def _change(self) -> "asyncio.Future[None]":
         """Done once something has happened after this call."""

@@ -174,6 +174,8 @@ class EngineThread:
         if self._sleep is not None:
             self._advance(self._sleep)
         elif core.open and core.ledger.in_flight and not core.ledger.mailbox:
+            if self._batch.answers:  # whoever waits for one need not wait for a step
+                self._flush()
             self._step(core)
         if self._closers:
             self._close_when_quiet(core)

@@ -144,6 +144,46 @@ async def test_unfinished_requests_are_counted_by_their_samples():
         assert house.life.get_num_unfinished_requests() == 0
 
 
+async def test_what_else_runs_in_the_event_loop_comes_in_between():
+    """However many outputs a step has: so many consumers run at most before others get a turn."""
+    streams, turns, taken = 300, [], 0
+
+    async def consume(name):
+        nonlocal taken
+        got = []
+        async for output in house.life.generate(*ask(name, 4, OutputKind.DELTA), name):
+            got += output.outputs[0].token_ids
+            taken += 1
+        assert got == right(name, 4)
+
+    async def take_turns():
+        nonlocal taken
+        while True:
+            await asyncio.sleep(0)
+            turns.append(taken)
+            taken = 0
+
+    async with House(engine={"max_num_seqs": streams}) as house:
+        other = asyncio.create_task(take_turns())
+        await asyncio.gather(*(consume(f"r{number}") for number in range(streams)))
+        other.cancel()
+    assert sum(turns) > streams
+    assert max(turns) <= asynchronous._OUTPUTS_A_TURN
+
+
+async def test_whoever_waits_for_an_answer_need_not_wait_for_a_step():
+    """What a command came to is told before the step that follows it."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "a", LONG))
+        await until(lambda: house.life.snapshot().in_flight)
+        await house.life.sleep(1, "keep")
+        let_go = house.hang("step")
+        async with asyncio.timeout(5):
+            await house.life.wake_up()
+        let_go.set()
+        assert await task == (right("a", LONG), "length")
+
+
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 async def test_a_slow_consumer_loses_nothing_and_costs_one_output(kind):
     """What comes while it is busy is merged: every token and log probability; one output waits at most."""
