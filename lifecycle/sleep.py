@@ -150,7 +150,6 @@ class Sleep:
         core.transition = self
         if self.mode == "abort":
             self.aborted = core.end_all("abort")
-        self._phase = self._release
 
     def _why_not(self, facts: table.Facts) -> str:
         """Why the engine would free nothing, with a way out that needs no KV memory where there is one."""
@@ -180,9 +179,10 @@ class Sleep:
 
     def _drain(self) -> None:
         core = self._core
-        keeps = self.mode == "keep"
-        if not core.read("has_launched" if keeps else "has_work", bool):
-            if not keeps and core.ledger.in_flight:
+        # Not serving, it computes nothing more; but a request that was aborted may have left a batch behind.
+        only_flushes = self.mode == "keep" or not self.draining
+        if not core.read("has_launched" if only_flushes else "has_work", bool):
+            if not only_flushes and core.ledger.in_flight:
                 raise core.lost()
             self._phase = self._release
             return

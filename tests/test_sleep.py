@@ -405,3 +405,16 @@ def test_frozen_requests_are_no_work_that_got_lost():
             bench.lifecycle.wake_up()
             bench.finish_right()
             assert set(bench.ended) == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_a_batch_that_an_aborted_request_left_behind_is_flushed_before_memory_goes(mode):
+    """Also where there is no drain: the engine serves nobody, as a weight update is open."""
+    bench = Bench(SimulatedEngine(max_num_seqs=2, batch_queue_size=2), requests=1)
+    bench.lifecycle.abort_request(["r0"])
+    bench.lifecycle.collective_rpc("start_weight_update")
+    assert bench.engine.has_launched()
+    assert bench.lifecycle.state is State.PARTIALLY_AWAKE
+    bench.lifecycle.sleep(1, mode)
+    assert not bench.engine.has_launched()
+    assert bench.engine.misuse == []
