@@ -85,7 +85,7 @@ def a_withdrawn_request_stays_in_the_engine(self, stream):
         del self._streams[stream.request_id]
 
 
-@plant(EngineThread, "withdraw", r"^Closed\('r\d+ did not come to its end|id 'r\d+' is live until")
+@plant(EngineThread, "withdraw", r"r\d+ did not come to its end|r\d+ ended without an end|id 'r\d+' is live")
 def what_is_left_of_a_withdrawn_request_meets_the_next_of_its_name(self, stream):
     with mock.patch.object(self, "_collect", return_value=None):
         withdraw(self, stream)
