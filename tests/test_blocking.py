@@ -266,7 +266,7 @@ def test_a_blocking_call_waits_through_every_part_of_a_wake_and_costs_nothing(mo
     thread.join(5)
     assert not thread.is_alive()
     assert tokens == expected_tokens("a prompt", PARAMS)
-    assert len(looks) < 20  # for each thing that it was told
+    assert 0 < len(looks) < 20  # once for each thing that it was told
     assert lifecycle.check() == []
 
 
