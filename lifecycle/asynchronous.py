@@ -39,7 +39,7 @@ from lifecycle.errors import Closed, IllegalCall, InvalidArgument, names
 from lifecycle.table import ASLEEP, State
 from lifecycle.watchdog import Watchdog
 
-# So many outputs of a step are given out in one turn of the event loop: what else runs in it comes in between.
+# So many outputs of a step are given out in one turn of the event loop; what else runs comes in between.
 _OUTPUTS_A_TURN: Final = 64
 # How long the end of the interpreter waits for the engine to be shut down, in seconds.
 _AT_EXIT_S: Final = 10.0
