@@ -132,7 +132,7 @@ draining, to keep
     close                          -> closed          | END shutdown
 asleep 0
     add                            -> sleeping        | prepare validate
-    sleep(2)                       -> sleeping        | RELEASE
+    sleep(2)                       -> sleeping        | has_launched RELEASE
     wake_up                        -> running         | memory RESUME READMIT
     release_kv_cache_memory        -> partially_awake | has_work release_kv_cache_memory condition
     reload_weights                 -> sleeping        | call reset_caches missing_weights
@@ -140,8 +140,8 @@ asleep 0
     close                          -> closed          | shutdown
 asleep 0, kept
     abort                          -> sleeping        | END
-    sleep(1, abort)                -> sleeping        | END RELEASE
-    sleep(1, keep)                 -> sleeping        | RELEASE
+    sleep(1, abort)                -> sleeping        | END has_launched RELEASE
+    sleep(1, keep)                 -> sleeping        | has_launched RELEASE
     wake_up                        -> running         | memory RESUME
     close                          -> closed          | END shutdown
 asleep 0, to flush
@@ -149,7 +149,7 @@ asleep 0, to flush
 asleep 0, deepening
     add                            -> sleeping        | prepare validate
     abort                          -> sleeping        | END
-    advance                        -> sleeping        | RELEASE
+    advance                        -> sleeping        | has_launched RELEASE
     close                          -> closed          | END shutdown
 asleep 1
     add                            -> sleeping        | prepare validate
@@ -176,14 +176,14 @@ asleep 2, kept
     close                          -> closed          | END shutdown
 weights awake
     add                            -> partially_awake | prepare validate
-    sleep(1)                       -> sleeping        | RELEASE
+    sleep(1)                       -> sleeping        | has_launched RELEASE
     wake_up                        -> running         | MAP resume_scheduling READMIT
     update                         -> partially_awake | call reset_caches
     apply_model                    -> partially_awake | call
     close                          -> closed          | shutdown
 weights awake, going back
     add                            -> partially_awake | prepare validate
-    advance                        -> sleeping        | RELEASE
+    advance                        -> sleeping        | has_launched RELEASE
     close                          -> closed          | shutdown
 KV cache awake
     wake_up                        -> running         | MAP resume_scheduling READMIT
@@ -197,7 +197,7 @@ all but valid
     add                            -> partially_awake | missing_weights prepare validate
     reload_weights                 -> running         | call LOOK RESUME READMIT
     update                         -> partially_awake | call reset_caches
-    sleep(1)                       -> sleeping        | RELEASE
+    sleep(1)                       -> sleeping        | has_launched RELEASE
     close                          -> closed          | shutdown
 all but valid, unseen load
     add                            -> running         | LOOK RESUME READMIT prepare
@@ -209,7 +209,7 @@ updating
     end of update                  -> running         | call reset_caches RESUME READMIT
     reload_weights                 -> running         | call reset_caches missing_weights RESUME READMIT
     add                            -> partially_awake | prepare validate
-    sleep(1)                       -> sleeping        | RELEASE
+    sleep(1)                       -> sleeping        | has_launched RELEASE
     wake_up                        -> partially_awake | memory
     close                          -> closed          | shutdown
 failed
