@@ -277,17 +277,24 @@ class AsyncLifecycle:
 
     def _give_out(self, begin: int) -> None:
         """Give out the oldest batch, from this output on, so many at a time; then what else it brought."""
-        batch, end = self._arrived[0], begin + _OUTPUTS_A_TURN
-        for stream, output in batch.outputs[begin:end]:
-            try:
-                stream.put(output)
-            except Exception as cause:  # noqa: BLE001  (the engine can't merge: its consumer is told)
-                stream.end(cause)
-                self._owner.submit(partial(self._owner.withdraw, stream))
-        loop = asyncio.get_running_loop()
-        if end < len(batch.outputs):
-            loop.call_soon(self._give_out, end)
-            return
+        loop, batch, end = asyncio.get_running_loop(), self._arrived[0], begin + _OUTPUTS_A_TURN
+        completes = end >= len(batch.outputs)
+        try:
+            for stream, output in batch.outputs[begin:end]:
+                try:
+                    stream.put(output)
+                except Exception as cause:  # noqa: BLE001  (the engine can't merge: its consumer is told)
+                    stream.end(cause)
+                    self._owner.submit(partial(self._owner.withdraw, stream))
+            if completes:
+                self._complete(batch)
+        finally:  # even a Ctrl-C here must not keep what comes later from being given out
+            if completes:
+                self._arrived.popleft()
+            if self._arrived:
+                loop.call_soon(self._give_out, 0 if completes else end)
+
+    def _complete(self, batch: Batch) -> None:
         for stream, error in batch.ends:
             self._streams.discard(stream)
             stream.end(error)
@@ -298,11 +305,8 @@ class AsyncLifecycle:
             for answer, result, error in self._owner.run_left_over().answers:
                 _resolve(answer, result, error)
             for number in self._signals:
-                loop.remove_signal_handler(number)
+                asyncio.get_running_loop().remove_signal_handler(number)
             self._tell()
-        self._arrived.popleft()
-        if self._arrived:
-            loop.call_soon(self._give_out, 0)
 
     def _change(self) -> "asyncio.Future[None]":
         """Done once something has happened after this call."""

@@ -150,6 +150,7 @@ class Sleep:
         core.transition = self
         if self.mode == "abort":
             self.aborted = core.end_all("abort")
+        self._phase = self._flush
 
     def _why_not(self, facts: table.Facts) -> str:
         """Why the engine would free nothing, with a way out that needs no KV memory where there is one."""
@@ -179,10 +180,9 @@ class Sleep:
 
     def _drain(self) -> None:
         core = self._core
-        # Not serving, it computes nothing more; but a request that was aborted may have left a batch behind.
-        only_flushes = self.mode == "keep" or not self.draining
-        if not core.read("has_launched" if only_flushes else "has_work", bool):
-            if not only_flushes and core.ledger.in_flight:
+        keeps = self.mode == "keep"
+        if not core.read("has_launched" if keeps else "has_work", bool):
+            if not keeps and core.ledger.in_flight:
                 raise core.lost()
             self._phase = self._release
             return
@@ -287,6 +287,17 @@ class Sleep:
             steps=self.steps,
             seconds=time.monotonic() - self.started,
         )
+
+    def _flush(self) -> None:
+        """Step out the batches that an aborted request left behind: nothing else is to be waited for."""
+        core = self._core
+        if not core.read("has_launched", bool):
+            self._phase = self._release
+        elif self._flushes == FLUSHES:
+            core.fail_with("sleep", RuntimeError(f"batches are still launched after {FLUSHES} steps"))
+        else:
+            self._flushes += 1
+            self._step()
 
     # -- memory ----------------------------------------------------------------------------------------
 

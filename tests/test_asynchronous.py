@@ -33,7 +33,7 @@ from lifecycle import (
     State,
     asynchronous,
 )
-from lifecycle.engine_thread import COMMANDS_A_TURN
+from lifecycle.engine_thread import COMMANDS_A_TURN, Batch
 from tests.async_world import Bench
 
 LONG = 200
@@ -173,6 +173,22 @@ async def test_what_else_runs_in_the_event_loop_comes_in_between():
         other.cancel()
     assert sum(turns) > streams
     assert max(turns) <= 2 * asynchronous._OUTPUTS_A_TURN
+
+
+async def test_what_interrupts_one_hand_over_does_not_stop_the_next():
+    """A Ctrl-C while outputs are given out is raised in the event loop; what comes later still comes."""
+
+    class Interrupted:
+        def put(self, output):
+            raise KeyboardInterrupt
+
+    async with House() as house:
+        batch = Batch()
+        batch.outputs.append((Interrupted(), None))
+        with pytest.raises(KeyboardInterrupt):
+            house.life._receive(batch)
+        async with asyncio.timeout(5):
+            assert await read(house.life, "a") == (right("a"), "length")
 
 
 async def test_whoever_waits_for_an_answer_need_not_wait_for_a_step():

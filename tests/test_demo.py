@@ -182,8 +182,7 @@ def test_an_unsafe_call_that_is_served_is_noticed(monkeypatch, capsys):
     assert "FAILED: step() was served although it is unsafe" in capsys.readouterr().out
 
 
-def test_misuse_of_the_engine_is_noticed(monkeypatch, capsys):
-    """If an illegal call reached the engine, the demo fails and shows which."""
+def misuse_the_engine(monkeypatch):
     build = demo.on_simulated
 
     def spoiled():
@@ -192,6 +191,11 @@ def test_misuse_of_the_engine_is_noticed(monkeypatch, capsys):
         return stage
 
     monkeypatch.setattr(demo, "on_simulated", spoiled)
+
+
+def test_misuse_of_the_engine_is_noticed(monkeypatch, capsys):
+    """If an illegal call reached the engine, the demo fails and shows which."""
+    misuse_the_engine(monkeypatch)
     assert demo.run(simulated=True) == 1
     assert "an illegal call reached the engine: step while asleep" in capsys.readouterr().out
 
@@ -334,14 +338,7 @@ def test_an_unsafe_call_from_asyncio_that_is_served_is_noticed(call, quick, monk
 
 def test_misuse_of_the_engine_beside_streams_is_noticed(quick, monkeypatch, capsys):
     """If an illegal call reached the engine in its thread, the demo fails and shows which."""
-    build = demo.on_simulated
-
-    def spoiled():
-        stage = build()
-        stage.misuse.append("step while asleep")
-        return stage
-
-    monkeypatch.setattr(demo, "on_simulated", spoiled)
+    misuse_the_engine(monkeypatch)
     assert quick() == 1
     assert "an illegal call reached the engine: step while asleep" in capsys.readouterr().out
 

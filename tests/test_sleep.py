@@ -418,3 +418,16 @@ def test_a_batch_that_an_aborted_request_left_behind_is_flushed_before_memory_go
     bench.lifecycle.sleep(1, mode)
     assert not bench.engine.has_launched()
     assert bench.engine.misuse == []
+
+
+def test_an_engine_that_cannot_flush_fails_the_sleep():
+    """Nothing can be rolled back there, and a deadline is about requests: so many steps, then it failed."""
+    bench = Bench(SimulatedEngine(max_num_seqs=2, batch_queue_size=2), requests=1)
+    bench.lifecycle.abort_request(["r0"])
+    bench.lifecycle.collective_rpc("start_weight_update")
+    bench.engine.has_launched = lambda: True
+    bench.engine.step = list
+    with pytest.raises(EngineFailed, match="batches are still launched after 16 steps"):
+        bench.lifecycle.sleep(1, "keep", timeout=0)
+    assert bench.lifecycle.state is State.FAILED
+    assert bench.core.transition is None
