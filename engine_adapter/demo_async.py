@@ -7,9 +7,10 @@ the engine steps in the thread of its `AsyncLifecycle`. That thread also builds 
 and plays the reference before the lifecycle gets it: one engine serves both, and no other
 thread ever steps it. The story itself is one more coroutine of the same loop.
 
-The sleep comes when two streams have finished: others run and are drained, and the rest
-wait and are held, as is one that is asked for while the engine sleeps. What a stream is
-doing is told from outside, by what came and by the state: nothing in the engine is asked.
+The sleep comes when two streams have finished and others run in their slots: those are
+drained, and the rest wait and are held, as is one that is asked for while the engine
+sleeps. What a stream is doing is told from outside, by what came and by the state: nothing
+in the engine is asked.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ class _Rollout:
         self._over: set[str] = set()
         self.collected = Collected(fault)
         self.when = "before the sleep"
+        self.two_gave_way = asyncio.Event()  # more have begun than there are slots
 
     async def read(self, request: Request) -> None:
         """Read one stream to its end."""
         self._asked.add(request.request_id)
         async for output in self._lifecycle.generate(request.prompt, request.params, request.request_id):
             self.collected.add([output], self.when)
+            if len(self.collected.tokens) == SLOTS + 2:
+                self.two_gave_way.set()
         self._over.add(request.request_id)
 
     def look(self) -> Frame:
@@ -144,8 +148,9 @@ async def _sleep_in_the_middle(
     problems: list[str] = []
     *early, late = requests
     async with screen.streams(rollout.look), asyncio.TaskGroup() as group:
-        streams = [group.create_task(rollout.read(request)) for request in early]
-        await asyncio.wait(streams[:2])
+        for request in early:
+            group.create_task(rollout.read(request))
+        await rollout.two_gave_way.wait()
 
         rollout.when = "in the drain"
         screen.line('sleep(level=1, mode="wait"): finish what started, hold the rest')

@@ -25,11 +25,27 @@ FAULTS = {"drop": "r04 lost", "dup": "r04 delivered twice", "alter": "r04 differ
 BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
 SIMULATED = "from lifecycle.cli import main; sys.exit(main(['demo', '--simulated']))"
 SIMULATED_ASYNC = SIMULATED.replace("'--simulated'", "'--simulated', '--async'")
-# The whole asynchronous story, in half of its time: each state still lasts long enough to be printed.
+# The whole asynchronous story, in less than its time.
 QUICK_ASYNC = (
     "from engine_adapter import demo_async, demo_stage\n"
     "demo_stage.SIMULATED_STEP_S, demo_async._ASLEEP_S = 0.01, 0.4\n" + SIMULATED_ASYNC
 )
+# Each state lasts long enough to be printed; and once two streams (and all twelve of the reference) have
+# ended, the second step takes so long that the sleep comes in it, on a busy machine too.
+UNHURRIED_ASYNC = """\
+import time
+from engine_adapter.simulated import SimulatedEngine
+step, ended, since = SimulatedEngine.step, [], []
+def unhurried(self):
+    outputs = step(self)
+    if len(ended) == 14:
+        since.append(None)
+        if len(since) == 2:
+            time.sleep(1)
+    ended.extend(output for output in outputs if output.finished)
+    return outputs
+SimulatedEngine.step = unhurried
+""" + QUICK_ASYNC.replace("0.4", "1.0")
 
 
 def environment(**changes):
@@ -258,7 +274,7 @@ def quick(monkeypatch):
 
 def test_async_demo_ends_well():
     """Concurrent streams, drained, held and woken, have the tokens of the run without; nothing is redrawn."""
-    done = play_without(code=QUICK_ASYNC)
+    done = play_without(code=UNHURRIED_ASYNC)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "All 12 requests" in done.stdout
