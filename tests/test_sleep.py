@@ -426,8 +426,10 @@ def test_an_engine_that_cannot_flush_fails_the_sleep():
     bench.lifecycle.abort_request(["r0"])
     bench.lifecycle.collective_rpc("start_weight_update")
     bench.engine.has_launched = lambda: True
-    bench.engine.step = list
+    bench.core._step = lambda: bench.engine.calls.append("step") or []
+    steps = bench.engine.calls.count("step")
     with pytest.raises(EngineFailed, match="batches are still launched after 16 steps"):
         bench.lifecycle.sleep(1, "keep", timeout=0)
+    assert bench.engine.calls.count("step") - steps == lifecycle.sleep.FLUSHES
     assert bench.lifecycle.state is State.FAILED
     assert bench.core.transition is None
