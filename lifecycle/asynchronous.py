@@ -48,11 +48,11 @@ _AT_EXIT_S: Final = 10.0
 class _Stream:
     """The outputs of one request on their way to its consumer. Used in the event loop's thread only."""
 
-    __slots__ = ("_error", "_merge", "_output", "_waiter", "delta", "ended", "request_id", "samples")
+    __slots__ = ("_error", "_merge", "_waiter", "delta", "ended", "output", "request_id", "samples")
 
     def __init__(self, merge: Callable[..., Any]) -> None:
         self._merge = merge
-        self._output: Any = None
+        self.output: Any = None  # came and was not taken yet
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False
@@ -63,8 +63,8 @@ class _Stream:
 
     def put(self, output: Any) -> None:
         """An output came; one that was not taken yet becomes part of it."""
-        waiting = self._output
-        self._output = output if waiting is None else self._merge(waiting, output, delta=self.delta)
+        waiting = self.output
+        self.output = output if waiting is None else self._merge(waiting, output, delta=self.delta)
         self._wake()
 
     def end(self, error: BaseException | None) -> None:
@@ -78,16 +78,16 @@ class _Stream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def get(self) -> Any:
-        """The next output, or None after the last. Raises what ended it instead."""
-        while self._output is None:
-            if self.ended:
-                if self._error is not None:
-                    raise self._error.with_traceback(None)  # it may be told to many
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self._output = self._output, None
+    def more(self) -> "asyncio.Future[None]":
+        """Done once there is an output or the end."""
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
+
+    def take(self) -> Any:
+        """The output that came, or None at the end. Raises what ended it instead."""
+        output, self.output = self.output, None
+        if output is None and self._error is not None:
+            raise self._error.with_traceback(None)  # it may be told to many
         return output
 
 
@@ -361,7 +361,11 @@ class AsyncLifecycle:
             await self._command(
                 "generate", lambda _: owner.admit(stream, core, request_id, prompt, sampling_params, options)
             )
-            while (output := await stream.get()) is not None:
+            while True:
+                while stream.output is None and not stream.ended:
+                    await stream.more()  # the future itself: a coroutine would cost half a microsecond more
+                if (output := stream.take()) is None:
+                    return
                 yield output
         finally:
             self._streams.discard(stream)

@@ -50,13 +50,13 @@ def plant(where, name, says):
 
 @plant(_Stream, "put", r"of no weights it lived under|differs from an uninterrupted run|gave no reason")
 def what_was_not_taken_is_overwritten(self, output):
-    self._output = None
+    self.output = None
     put(self, output)
 
 
 @plant(_Stream, "end", r"ended without an end")
 def an_end_overtakes_the_last_output(self, error):
-    self._output = None
+    self.output = None
     end(self, error)
 
 

@@ -1,9 +1,9 @@
 """`AsyncLifecycle` against vLLM's `AsyncLLM` on a GPU: `python -m tests.gpu.streams [--json results.json]`.
 
 What `tests.benchmarks.streams` measures on two cores, with up to 1,024 streams, on models of the shapes of
-Llama 3.1 8B and of Qwen 2.5 0.5B: random weights, and a vocabulary of 259 tokens, so that nothing need be
-downloaded. Asynchronous scheduling and CUDA graphs are on, as vLLM has them by default. Both engines share
-the card, and run in turn.
+Mistral Small 24B, Llama 3.1 8B and Qwen 2.5 0.5B: random weights, and a vocabulary of 259 tokens, so that
+nothing need be downloaded. Asynchronous scheduling and CUDA graphs are on, as vLLM has them by default. Both
+engines share the card, and run in turn.
 """
 
 import argparse
@@ -27,6 +27,14 @@ from tests.benchmarks.streams import BURN_S, Load, measure
 from tests.tiny_model import make_tiny_model
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "24b": {
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -67,7 +75,7 @@ def model_of(shape: str, folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.streams")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the lines to this file too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,13 +83,12 @@ def main() -> int:
         lines = []
         for line in measure(
             model_of(arguments.shape, Path(folder)),
-            {load: 1 if load.burn_s else arguments.pairs for load in LOADS},
-            judged=arguments.shape == "8b",
+            {load: 1 if load.burn_s else arguments.rounds for load in LOADS},
             load_format="dummy",
             dtype="bfloat16",
             max_model_len=1024,
             max_num_seqs=1024,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.45,
         ):
             print_line(line)
             lines.append(line)
