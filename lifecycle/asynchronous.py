@@ -65,7 +65,11 @@ class _Stream:
         """An output came; one that was not taken yet becomes part of it."""
         waiting = self.output
         self.output = output if waiting is None else self._merge(waiting, output, delta=self.delta)
-        self._wake()
+        waiter = self._waiter  # what `_wake` does: a call an output less
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more will come. Only the first end counts."""
@@ -83,12 +87,10 @@ class _Stream:
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         return waiter
 
-    def take(self) -> Any:
-        """The output that came, or None at the end. Raises what ended it instead."""
-        output, self.output = self.output, None
-        if output is None and self._error is not None:
+    def check(self) -> None:
+        """At the end: raise what ended it, if that was an error."""
+        if self._error is not None:
             raise self._error.with_traceback(None)  # it may be told to many
-        return output
 
 
 _living: "weakref.WeakSet[AsyncLifecycle]" = weakref.WeakSet()
@@ -361,12 +363,16 @@ class AsyncLifecycle:
             await self._command(
                 "generate", lambda _: owner.admit(stream, core, request_id, prompt, sampling_params, options)
             )
-            while True:
-                while stream.output is None and not stream.ended:
-                    await stream.more()  # the future itself: a coroutine would cost half a microsecond more
-                if (output := stream.take()) is None:
+            while True:  # no calls here that need not be: this runs for every output
+                output = stream.output
+                if output is not None:
+                    stream.output = None
+                    yield output
+                elif stream.ended:
+                    stream.check()
                     return
-                yield output
+                else:
+                    await stream.more()
         finally:
             self._streams.discard(stream)
             if not stream.ended:

@@ -40,6 +40,7 @@ HEARTBEAT_ROUNDS = 3
 BURN_S = 0.005
 PROMPT_TOKENS = 16
 BEGUN_AT_ONCE = 16
+STEP_S = 0.004  # of the simulated engine
 # vLLM's own loop reaches so much of `AsyncLLM` where both wait for the device.
 ENGINE_BOUND = 0.98
 
@@ -297,10 +298,10 @@ def run(*, quick: bool) -> Iterator[Line]:
 
 
 class Computing(SimulatedEngine):
-    """Each step takes 4 ms without the interpreter lock, as on a device."""
+    """Each step takes its time without the interpreter lock, as on a device."""
 
     def step(self) -> list[Any]:
-        time.sleep(0.004)
+        time.sleep(STEP_S)
         return super().step()
 
 
@@ -321,6 +322,9 @@ def hand_overs(*, quick: bool) -> Iterator[Line]:
         yield Line(
             name, statistics.median(laps), "us", at_most=bound, note=f"{min(laps):.2f} to {max(laps):.2f}"
         )
+    laps = [asyncio.run(seconds_of_asyncio(256, 100)) / 25600 * 1e6 for _ in range(3 if quick else 9)]
+    name = "  what asyncio alone takes to wake a reader, 256 generators"
+    yield Line(name, statistics.median(laps), "us", note=f"{min(laps):.2f} to {max(laps):.2f}")
     params = SamplingParams(max_tokens=100, output_kind=OutputKind.DELTA)
     for streams, bound in ((256, 10.0), (1024, None)):  # a step of 1,024 computes as long itself
         late: list[float] = []
@@ -345,6 +349,33 @@ async def seconds_of_streams(streams: int, params: SamplingParams, late: list[fl
         if heart is not None:
             heart.cancel()
         return seconds
+
+
+async def seconds_of_asyncio(readers: int, times: int) -> float:
+    """Processor time for the same without a library: tasks that read generators, woken at the same pace."""
+    loop = asyncio.get_running_loop()
+    waiters: list[asyncio.Future[None]] = [loop.create_future() for _ in range(readers)]
+
+    async def generate(number: int) -> AsyncIterator[int]:
+        for turn in range(times):
+            await waiters[number]
+            waiters[number] = loop.create_future()
+            yield turn
+
+    async def read(number: int) -> None:
+        async for _ in generate(number):
+            pass
+
+    async def wake() -> None:
+        for _ in range(times):
+            await asyncio.sleep(STEP_S)
+            for waiter in waiters:
+                waiter.set_result(None)
+
+    with no_gc():
+        started = time.process_time()
+        await asyncio.gather(wake(), *map(read, range(readers)))
+        return time.process_time() - started
 
 
 def seconds_of_loop(streams: int, params: SamplingParams) -> float:
