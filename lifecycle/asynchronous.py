@@ -7,9 +7,9 @@ thread of its own (`EngineThread`), which alone enters the core. A call here sub
 command to it and awaits the answer; a step's outputs come back as one batch, in one
 callback of the event loop, and are put into the streams of their requests, some at a time.
 
-A *stream* holds at most one output: what comes while its consumer is busy is merged into
-it, so a slow consumer costs no memory and loses no token. It ends with the request's last
-output, or with the error that ended it.
+A *stream* holds at most one output, beside the one that wakes its consumer: what comes
+meanwhile is merged into it, so a slow consumer costs no memory and loses no token. It ends
+with the request's last output, or with the error that ended it.
 
 Cancelling a caller never leaves anything behind. A `generate` that is cancelled, closed or
 dropped has its request aborted. A `sleep` is rolled back while it drains, unless somebody
@@ -48,13 +48,13 @@ _AT_EXIT_S: Final = 10.0
 class _Stream:
     """The outputs of one request on their way to its consumer. Used in the event loop's thread only."""
 
-    __slots__ = ("_error", "_merge", "_waiter", "delta", "ended", "output", "request_id", "samples")
+    __slots__ = ("_error", "_merge", "delta", "ended", "output", "request_id", "samples", "waiter")
 
     def __init__(self, merge: Callable[..., Any]) -> None:
         self._merge = merge
         self.output: Any = None  # came and was not taken yet
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[Any] | None = None  # gets the next output, or None: look again
         self.ended = False
         # Set by the engine's thread when it was admitted.
         self.request_id: str | None = None
@@ -62,30 +62,23 @@ class _Stream:
         self.samples = 1
 
     def put(self, output: Any) -> None:
-        """An output came; one that was not taken yet becomes part of it."""
+        """An output came: to whoever waits for it, or part of one that was not taken yet."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(output)
+                return
         waiting = self.output
         self.output = output if waiting is None else self._merge(waiting, output, delta=self.delta)
-        waiter = self._waiter  # what `_wake` does: a call an output less
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more will come. Only the first end counts."""
         if not self.ended:
             self.ended, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def more(self) -> "asyncio.Future[None]":
-        """Done once there is an output or the end."""
-        self._waiter = waiter = asyncio.get_running_loop().create_future()
-        return waiter
+            waiter, self.waiter = self.waiter, None
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     def check(self) -> None:
         """At the end: raise what ended it, if that was an error."""
@@ -363,16 +356,20 @@ class AsyncLifecycle:
             await self._command(
                 "generate", lambda _: owner.admit(stream, core, request_id, prompt, sampling_params, options)
             )
+            create_future = asyncio.get_running_loop().create_future
             while True:  # no calls here that need not be: this runs for every output
                 output = stream.output
                 if output is not None:
                     stream.output = None
-                    yield output
                 elif stream.ended:
                     stream.check()
                     return
                 else:
-                    await stream.more()
+                    stream.waiter = create_future()
+                    output = await stream.waiter
+                    if output is None:
+                        continue
+                yield output
         finally:
             self._streams.discard(stream)
             if not stream.ended:
