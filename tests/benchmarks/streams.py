@@ -315,7 +315,7 @@ def hand_overs(*, quick: bool) -> Iterator[Line]:
     ):
         params = SamplingParams(max_tokens=100, output_kind=kind)
         laps = []
-        for _ in range(3 if quick else 9):
+        for _ in range(3 if quick else 15):
             handed = asyncio.run(seconds_of_streams(streams, params))
             laps.append((handed - seconds_of_loop(streams, params)) / (streams * 100) * 1e6)
         name = f"hand-over of an output to its consumer, {kind.name.lower()}, {streams} streams"
