@@ -1,4 +1,4 @@
-"""vLLM in the caller's own process, as an `Engine`: the only module that imports vLLM.
+"""vLLM in the caller's own process, as an `Engine`.
 
 Theory of operation
 -------------------
@@ -69,7 +69,7 @@ _WAITING: Final = frozenset({"WAITING", "WAITING_FOR_FSM", "WAITING_FOR_STRUCTUR
 _IMMUTABLE: Final = (int, float, str, type(None))
 _EMPTY: Final[Mapping[type, Any]] = {list: [], set: set(), dict: {}}  # shared by snapshots, never changed
 # What vLLM raises for a bad argument. Up to 0.25 all of it was ValueError.
-_BAD_ARGUMENT: Final = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
+BAD_ARGUMENT: Final = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 # vLLM's dummy load draws from a range this small; any real model leaves it.
 _DUMMY_RANGE: Final = 1e-3
 _REASONS: Final = {"abort": FinishReason.ABORT, "error": FinishReason.ERROR}
@@ -169,7 +169,101 @@ def _find_nan(worker: Any) -> list[str]:
 # -- the adapter ----------------------------------------------------------------------------------
 
 
-class VllmInprocess:
+class VllmFrontEnd:
+    """What vLLM's front end alone answers, wherever the engine core is: request states, outputs."""
+
+    def __init__(self, engine: Any) -> None:
+        self._states = engine.output_processor.request_states
+        self._parents = engine.output_processor.parent_requests
+        self._last_params: Any = None
+
+    def prepare(self, request_id: Any, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
+        """The call with a snapshot of its parameters; equal ones in a row share one."""
+        if isinstance(prompt, EngineCoreRequest):
+            request_id, params = prompt.request_id, prompt.params
+        if not isinstance(request_id, str):
+            msg = f"request_id must be a string, not {request_id!r}"
+            raise TypeError(msg)
+        if not isinstance(params, (SamplingParams, PoolingParams)):
+            msg = f"params must be SamplingParams or PoolingParams, not {type(params).__name__}"
+            raise TypeError(msg)
+        given = {key: value for key, value in options.items() if value not in (None, 0)}
+        arrival = given.pop("arrival_time", None)
+        if arrival is None:
+            arrival = (prompt.get("arrival_time") if isinstance(prompt, dict) else None) or time.time()
+        if params != self._last_params:
+            self._last_params = _snapshot(params)
+        return Call(
+            request_id=request_id,
+            prompt=prompt,
+            params=self._last_params,
+            arrival_time=arrival,
+            options=given,
+            samples=getattr(params, "n", 1),
+            delta=params.output_kind == RequestOutputKind.DELTA,
+        )
+
+    def _children(self, engine_id: str) -> list[str]:
+        """The ids under which the engine core knows a request: its own, or one for each sample."""
+        parent = self._parents.get(engine_id)
+        return [engine_id] if parent is None else [f"{index}_{engine_id}" for index in range(parent.n)]
+
+    def last_outputs(self, engine_ids: Sequence[str], reason: str) -> list[Any]:
+        """The outputs that vLLM's front end would have made had it been asked before the abort."""
+        outputs = []
+        for engine_id in engine_ids:
+            for child in self._children(engine_id):
+                state = self._states.get(child)
+                if state is None:
+                    continue
+                pooling = torch.empty(0) if state.detokenizer is None else None
+                output = state.make_request_output([], pooling, _REASONS[reason], None)
+                if output is not None:
+                    outputs.append(_without_history(self.copy_output(output), state.output_kind))
+        return outputs
+
+    def tokens(self, engine_id: str) -> int:
+        """Read from the detokenizers."""
+        states = (self._states.get(child) for child in self._children(engine_id))
+        return sum(state.detokenizer.num_output_tokens() for state in states if state and state.detokenizer)
+
+    def count_tokens(self, output: Any) -> int:
+        """Token ids in an output; a pooling output has none."""
+        samples = output.outputs if isinstance(output.outputs, list) else ()
+        return sum(len(sample.token_ids) for sample in samples)
+
+    def copy_output(self, output: Any) -> Any:
+        """Cumulative outputs carry the detokenizer's live lists: copy them."""
+        if not isinstance(output.outputs, list):
+            return output
+        snapshot = copy.copy(output)
+        snapshot.outputs = [copy.copy(sample) for sample in output.outputs]
+        for sample in snapshot.outputs:
+            sample.token_ids = list(sample.token_ids)
+            if sample.logprobs is not None:
+                sample.logprobs = sample.logprobs[:]
+        return snapshot
+
+    @staticmethod
+    def merge_outputs(earlier: Any, later: Any, *, delta: bool) -> Any:
+        """As vLLM's own asynchronous front end merges them; a pooling output comes only once."""
+        if not isinstance(later.outputs, list):
+            return later
+        earlier.add(later, aggregate=delta)
+        return earlier
+
+    def _find_requests(self) -> Iterable[Found]:
+        seen = set()
+        for state in self._states.values():
+            engine_id = engine_id_of(state)
+            if engine_id not in seen:
+                seen.add(engine_id)
+                samples = state.parent_req.n if state.parent_req else 1
+                delta = state.output_kind == RequestOutputKind.DELTA
+                yield Found(state.external_req_id, engine_id, samples, delta)
+
+
+class VllmInprocess(VllmFrontEnd):
     """An in-process vLLM engine behind the `Engine` protocol.
 
     source: an `LLM`, an `LLMEngine`, or an `EngineArgs` to build from; keywords alone are
@@ -183,14 +277,12 @@ class VllmInprocess:
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._executor = self._core.model_executor
-        self._states = self._engine.output_processor.request_states
-        self._parents = self._engine.output_processor.parent_requests
+        super().__init__(self._engine)
         process = getattr(self._engine.input_processor, "process_inputs", None)
         self._accepts = inspect.signature(process).parameters if process else {}
         self._level: int | None = None
         load_format = getattr(self._engine.vllm_config.load_config, "load_format", "")
         self._was_dummy = getattr(load_format, "value", load_format) == "dummy"
-        self._last_params: Any = None
         self.capabilities = self._probe()
 
     def _probe(self) -> Capabilities:
@@ -256,43 +348,7 @@ class VllmInprocess:
             return None
         return 1 if all(rank.backed_up for rank in ranks) else 2
 
-    def _find_requests(self) -> Iterable[Found]:
-        seen = set()
-        for state in self._states.values():
-            engine_id = _engine_id(state)
-            if engine_id not in seen:
-                seen.add(engine_id)
-                samples = state.parent_req.n if state.parent_req else 1
-                delta = state.output_kind == RequestOutputKind.DELTA
-                yield Found(state.external_req_id, engine_id, samples, delta)
-
     # -- requests --------------------------------------------------------------------------------------
-
-    def prepare(self, request_id: Any, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
-        """The call with a snapshot of its parameters; equal ones in a row share one."""
-        if isinstance(prompt, EngineCoreRequest):
-            request_id, params = prompt.request_id, prompt.params
-        if not isinstance(request_id, str):
-            msg = f"request_id must be a string, not {request_id!r}"
-            raise TypeError(msg)
-        if not isinstance(params, (SamplingParams, PoolingParams)):
-            msg = f"params must be SamplingParams or PoolingParams, not {type(params).__name__}"
-            raise TypeError(msg)
-        given = {key: value for key, value in options.items() if value not in (None, 0)}
-        arrival = given.pop("arrival_time", None)
-        if arrival is None:
-            arrival = (prompt.get("arrival_time") if isinstance(prompt, dict) else None) or time.time()
-        if params != self._last_params:
-            self._last_params = _snapshot(params)
-        return Call(
-            request_id=request_id,
-            prompt=prompt,
-            params=self._last_params,
-            arrival_time=arrival,
-            options=given,
-            samples=getattr(params, "n", 1),
-            delta=params.output_kind == RequestOutputKind.DELTA,
-        )
 
     def validate(self, call: Call) -> None:
         """Run the engine's own input processing and throw the result away."""
@@ -307,8 +363,8 @@ class VllmInprocess:
                 arrival_time=call.arrival_time,
                 **{name: value for name, value in arguments.items() if name in self._accepts},
             )
-        except _BAD_ARGUMENT as error:
-            raise _as_value_error(error) from error
+        except BAD_ARGUMENT as error:
+            raise as_value_error(error) from error
 
     def add(self, call: Call) -> str:
         """Queue the request; whatever a failed call left behind is removed again."""
@@ -322,19 +378,14 @@ class VllmInprocess:
             left = [found.engine_id for found in self._find_requests() if found.request_id == call.request_id]
             if left:
                 self.abort(left)
-            raise _as_value_error(error) from error
+            raise as_value_error(error) from error
         # A release that doesn't say: the newest state is of this request, or of its last sample.
-        return engine_id or _engine_id(next(reversed(self._states.values())))
+        return engine_id or engine_id_of(next(reversed(self._states.values())))
 
     def step(self) -> list[Any]:
         """`LLMEngine.step`: schedule, execute, detokenize."""
         outputs: list[Any] = self._engine.step()
         return outputs
-
-    def _children(self, engine_id: str) -> list[str]:
-        """The ids under which the engine core knows a request: its own, or one for each sample."""
-        parent = self._parents.get(engine_id)
-        return [engine_id] if parent is None else [f"{index}_{engine_id}" for index in range(parent.n)]
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Abort by internal ids: every sample, then the parent, or it would leak."""
@@ -344,20 +395,6 @@ class VllmInprocess:
             ids += children if children == [engine_id] else [*children, engine_id]
         self._engine.abort_request(ids, internal=True)
 
-    def last_outputs(self, engine_ids: Sequence[str], reason: str) -> list[Any]:
-        """The outputs that vLLM's front end would have made had it been asked before the abort."""
-        outputs = []
-        for engine_id in engine_ids:
-            for child in self._children(engine_id):
-                state = self._states.get(child)
-                if state is None:
-                    continue
-                pooling = torch.empty(0) if state.detokenizer is None else None
-                output = state.make_request_output([], pooling, _REASONS[reason], None)
-                if output is not None:
-                    outputs.append(_without_history(self.copy_output(output), state.output_kind))
-        return outputs
-
     def unstarted(self, engine_ids: Sequence[str]) -> list[str]:
         """Those whose every sample still waits, with nothing computed and no preemption."""
         requests = self._scheduler.requests
@@ -366,36 +403,6 @@ class VllmInprocess:
             for engine_id in engine_ids
             if all(_never_ran(requests.get(child)) for child in self._children(engine_id))
         ]
-
-    def tokens(self, engine_id: str) -> int:
-        """Read from the detokenizers."""
-        states = (self._states.get(child) for child in self._children(engine_id))
-        return sum(state.detokenizer.num_output_tokens() for state in states if state and state.detokenizer)
-
-    def count_tokens(self, output: Any) -> int:
-        """Token ids in an output; a pooling output has none."""
-        samples = output.outputs if isinstance(output.outputs, list) else ()
-        return sum(len(sample.token_ids) for sample in samples)
-
-    def copy_output(self, output: Any) -> Any:
-        """Cumulative outputs carry the detokenizer's live lists: copy them."""
-        if not isinstance(output.outputs, list):
-            return output
-        snapshot = copy.copy(output)
-        snapshot.outputs = [copy.copy(sample) for sample in output.outputs]
-        for sample in snapshot.outputs:
-            sample.token_ids = list(sample.token_ids)
-            if sample.logprobs is not None:
-                sample.logprobs = sample.logprobs[:]
-        return snapshot
-
-    @staticmethod
-    def merge_outputs(earlier: Any, later: Any, *, delta: bool) -> Any:
-        """As vLLM's own asynchronous front end merges them; a pooling output comes only once."""
-        if not isinstance(later.outputs, list):
-            return later
-        earlier.add(later, aggregate=delta)
-        return earlier
 
     # -- scheduling ------------------------------------------------------------------------------------
 
@@ -553,15 +560,15 @@ def _has(engine: Any, path: str) -> bool:
     return True
 
 
-def _engine_id(state: Any) -> str:
+def engine_id_of(state: Any) -> str:
     """The internal id of the request that a state of the front end belongs to: a sample's is its parent's."""
     engine_id: str = (state.parent_req or state).request_id
     return engine_id
 
 
-def _as_value_error(error: Exception) -> Exception:
+def as_value_error(error: Exception) -> Exception:
     """Whatever class a release gives to a bad argument, it leaves here as a ValueError."""
-    return ValueError(str(error)) if isinstance(error, _BAD_ARGUMENT) else error
+    return ValueError(str(error)) if isinstance(error, BAD_ARGUMENT) else error
 
 
 def _snapshot(params: Any) -> Any:

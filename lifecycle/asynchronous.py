@@ -33,7 +33,7 @@ from typing import Any, Final, Self, TextIO
 
 from lifecycle.audit import EventLog, Sink, structlog_sink
 from lifecycle.core import Core, is_duration
-from lifecycle.engine import Engine, LoadReport, SleepReport, Snapshot, WakeReport
+from lifecycle.engine import Engine, LoadReport, PassThrough, SleepReport, Snapshot, WakeReport
 from lifecycle.engine_thread import Batch, EngineThread
 from lifecycle.errors import Closed, IllegalCall, InvalidArgument, names
 from lifecycle.table import ASLEEP, State
@@ -126,7 +126,6 @@ class AsyncLifecycle:
     ) -> None:
         if not callable(build):
             raise InvalidArgument(f"build must be a callable that makes an engine, not {build!r}")
-        self._build = build
         note = weakref.WeakMethod(self._note_event)  # else the log would keep this object for ever
         self._events = EventLog(name, rank, (*sinks, lambda _: _call(note)), event_capacity)
         options = {
@@ -369,7 +368,14 @@ class AsyncLifecycle:
                     output = await stream.waiter
                     if output is None:
                         continue
-                yield output
+                if type(output) is not PassThrough:
+                    yield output
+                    continue
+                if output.outputs is not None:
+                    async for own in output.outputs():
+                        yield own
+                if output.final is not None:
+                    yield output.final
         finally:
             self._streams.discard(stream)
             if not stream.ended:
@@ -519,7 +525,7 @@ class AsyncLifecycle:
 
         Returns the ids admitted.
         """
-        admitted: tuple[str, ...] = await self._ask("recover", lambda core: core.recover(self._build))
+        admitted: tuple[str, ...] = await self._ask("recover", lambda core: core.recover(self._owner.build))
         return admitted
 
     # -- reading ---------------------------------------------------------------------------------------

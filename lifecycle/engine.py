@@ -9,7 +9,7 @@ The calls come from one thread at a time, under the lifecycle's lock, and only i
 states the table allows: an adapter checks nothing about legality.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -241,6 +241,35 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """End the engine and drop every reference to it. Safe to call twice."""
+
+
+@dataclass(slots=True)
+class PassThrough:
+    """An output of an engine that drives itself: where a request's own outputs are, or that it ended.
+
+    outputs: makes the iterator of them, for the request's reader; it ends after the last one, or
+    without it. final: the last one, where `outputs` does not have it. tokens: all of a finished request.
+    """
+
+    request_id: str
+    finished: bool = False
+    outputs: Callable[[], AsyncGenerator[Any, None]] | None = None
+    final: Any = None
+    tokens: int = 0
+
+
+@runtime_checkable
+class SelfDriven(Engine, Protocol):
+    """An engine that computes by itself. Its `step` waits for nothing: it tells what began and what ended.
+
+    All outputs of `step` and `last_outputs` are `PassThrough`.
+    """
+
+    def listen(self, notify: Callable[[BaseException | None], object]) -> None:
+        """Have `notify(None)` called when `step` has something to tell, `notify(error)` when the engine died.
+
+        It may be called from any thread.
+        """
 
 
 def _plain(value: Any) -> Any:

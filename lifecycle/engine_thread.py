@@ -16,20 +16,23 @@ No legality is decided here: every command is a call of the core, which refuses.
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 from lifecycle.audit import EventLog
 from lifecycle.core import Core, closed
-from lifecycle.engine import Engine
+from lifecycle.engine import Engine, SelfDriven
 from lifecycle.errors import DrainStalled, InternalError, LifecycleError
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
-from lifecycle.table import State
+from lifecycle.table import ALIVE, State
 
 # So many commands at most are run before the next step, lest a flood of requests starve those in flight.
 COMMANDS_A_TURN = 256
+# How long an engine that drives itself is left alone while it is drained, before the clock is looked at.
+WATCH_S = 0.05
 
 
 class Stream(Protocol):
@@ -109,6 +112,7 @@ class EngineThread:
         self._batch = Batch()
         self._owner = _Streams()
         self._streams: dict[str, Stream] = {}
+        self._drives_itself = False
         self._sleep: Sleep | None = None
         self._sleepers: list[Any] = []  # whom to answer when it is over
         self._asked: tuple[Any, ...] = ()  # the arguments of that sleep
@@ -143,8 +147,22 @@ class EngineThread:
         self._inbox.put(Command(self._adopt, answer))
         self.thread.start()
 
-    def _adopt(self) -> None:
+    def build(self) -> Engine:
+        """Make an engine, in this thread, and listen to it if it drives itself."""
         engine = self._build()
+        self._drives_itself = isinstance(engine, SelfDriven)
+        if isinstance(engine, SelfDriven):
+            engine.listen(lambda error: self.submit(partial(self._hear, error)))
+        return engine
+
+    def _hear(self, error: BaseException | None) -> None:
+        """An engine that drives itself died, or has something to tell: the rest of the turn asks what."""
+        if error is not None and self.core is not None and self.core.state in ALIVE:
+            with contextlib.suppress(BaseException):  # those whom it concerns are told by `_collect`
+                self.core.fail_with("the engine", error)
+
+    def _adopt(self) -> None:
+        engine = self.build()
         try:
             self.core = Core(engine, self._events, rebuildable=True, anybody=self._owner, **self._options)
         except BaseException:
@@ -162,9 +180,12 @@ class EngineThread:
         self._end(died)
 
     def _turn(self, core: Core) -> None:
-        waits = not (self._sleep or self._closers or core.ledger.mailbox or self._batch)
-        if waits and not (core.open and core.ledger.in_flight):
+        idle = not (self._sleep or self._closers or core.ledger.mailbox or self._batch)
+        if idle and not (core.open and core.ledger.in_flight and not self._drives_itself):
             self._execute(self._inbox.get())
+        elif self._drives_itself and core.ledger.in_flight and not core.ledger.mailbox and not self._batch:
+            with contextlib.suppress(Empty):
+                self._execute(self._inbox.get(timeout=WATCH_S))
         for _ in range(COMMANDS_A_TURN):
             if self._inbox.empty():
                 break

@@ -16,6 +16,10 @@ class NanWorker(CPUWorker):
     fail_next_sleep: BaseException | None = None
     fail_next_wake: BaseException | None = None
 
+    def fail_next(self, call: str) -> None:
+        """Have the next "sleep" or "wake" raise; `collective_rpc` reaches this in another process too."""
+        setattr(self, f"fail_next_{call}", RuntimeError(f"told to fail the {call}"))
+
     def _parameters(self) -> dict[str, Any]:
         return {name: parameter.data for name, parameter in self.get_model().named_parameters()}
 

@@ -23,6 +23,9 @@ from tests.async_world import Bench, await_points, point_of, stands_at
 
 # Points at which no task can be suspended, and why: what they enter and leave awaits nothing.
 NEVER = {
+    ("AsyncLifecycle.generate", "async for own in output.outputs():"): "only where the engine drives itself",
+    ("AsyncLifecycle.generate", "yield own"): "likewise",
+    ("AsyncLifecycle.generate", "yield output.final"): "likewise",
     ("AsyncLifecycle.encode", "async with contextlib.aclosing("): "the end of `generate` awaits nothing",
     ("AsyncLifecycle.wait_for", "async with asyncio.timeout(timeout):"): "it only looks at the clock",
     ("AsyncLifecycle.wait_for", "async with contextlib.aclosing(self.events(seq)) as events:"): "the end of "

@@ -879,9 +879,9 @@ def test_a_delta_without_tokens_has_no_history(adapter):
 def test_bad_arguments_leave_as_value_errors_and_nothing_else_does(adapter):
     """Whatever class a release has for them; any other exception stays what it was."""
     broken = RuntimeError("broken")
-    assert adapter._as_value_error(broken) is broken
-    for kind in adapter._BAD_ARGUMENT:
-        error = adapter._as_value_error(kind("bad"))
+    assert adapter.as_value_error(broken) is broken
+    for kind in adapter.BAD_ARGUMENT:
+        error = adapter.as_value_error(kind("bad"))
         assert type(error) is ValueError
         assert "bad" in str(error)
 
@@ -956,7 +956,7 @@ def test_what_a_failed_add_leaves_is_removed(adapter, samples, breaks_at):
     engine = adapter.VllmInprocess(fake)
     call = engine.prepare("r", "p", SamplingParams(n=samples), {})
     fake.breaks_at = breaks_at
-    for fake.broken, seen in ((adapter._BAD_ARGUMENT[1]("bad"), ValueError), (KeyError("bad"), KeyError)):
+    for fake.broken, seen in ((adapter.BAD_ARGUMENT[1]("bad"), ValueError), (KeyError("bad"), KeyError)):
         fake.log.clear()
         with pytest.raises(seen, match="bad"):
             engine.add(call)
