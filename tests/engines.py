@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_WORKER_MULTIPROC_METHOD="spawn",  # a fork of a process with threads may hang
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_CPU_KVCACHE_SPACE="1",
