@@ -141,7 +141,7 @@ class VllmAsync(VllmFrontEnd):
 
     def _propagate_error(self, error: Exception) -> None:
         """In the loop: vLLM's front end died. What nobody had taken is kept, and the owner is told."""
-        for passage in self._passages.values():
+        for passage in list(self._passages.values()):  # the owner may change them meanwhile
             if passage.collector is not None and not isinstance(passage.collector.output, Exception):
                 passage.untaken = passage.collector.output
         self._failure = error
@@ -277,30 +277,33 @@ class VllmAsync(VllmFrontEnd):
                 self._news.append(self._news_of_end(passage))
 
     def abort(self, engine_ids: Sequence[str]) -> None:
-        """In one turn of the loop. A reader gets what vLLM says to that, unless it was taken back."""
+        """A reader gets what vLLM says to that, unless its request was not there yet, or taken back."""
         passages = [self._passages.pop(name) for name in engine_ids if name in self._passages]
-        if not passages:
-            return
+        if passages:
+            self._wait(self._abort(passages))
+
+    async def _abort(self, passages: Sequence[_Passage]) -> None:
         for passage in passages:
             passage.over = passage.over or passage.inner is None
         inner = [passage.inner for passage in passages if passage.inner is not None]
         if inner:
-            self._wait(self._llm.abort(inner, internal=True))
+            await self._llm.abort(inner, internal=True)
 
     def last_outputs(self, engine_ids: Sequence[str], reason: str) -> list[Any]:
-        """Where it is aborted, vLLM itself says the last word to the reader, if the request is there."""
-        outputs = []
-        for name in engine_ids:
-            passage = self._passages.get(name)
-            if passage is not None:
-                final = None
-                if reason == "error" or passage.inner is None:
-                    final = self._in_loop(partial(self._final, passage, reason))
-                outputs.append(self._news_of_end(passage, final))
-        return outputs
+        """Where one is aborted that is there, vLLM itself says the last word to its reader."""
+        passages = [self._passages[name] for name in engine_ids if name in self._passages]
+        if not passages:
+            return []
+        return self._in_loop(lambda: [self._news_of_end(one, self._final(one, reason)) for one in passages])
 
     def _final(self, passage: _Passage, reason: str) -> Any:
-        outputs = super().last_outputs([passage.inner], reason) if passage.inner is not None else []
+        """In the loop: the last output, where its reader gets none from vLLM."""
+        if passage.inner is None:
+            passage.over = True
+            return _empty_output(passage.call, reason)
+        if reason == "abort":
+            return None
+        outputs = super().last_outputs([passage.inner], reason)
         if not outputs:
             return _empty_output(passage.call, reason)
         for output in outputs[1:]:

@@ -13,13 +13,7 @@ import pytest_asyncio
 from lifecycle import AsyncLifecycle, EngineFailed, IllegalCall, InvalidArgument, State
 from tests.engines import DEFAULTS, model_dir
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings(
-        "ignore:Unclosed context <zmq:ResourceWarning"
-    ),  # of an `AsyncLLM` that was ended
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 LENGTH = 24
 LONG = 200  # still running whenever a test looks
