@@ -16,7 +16,7 @@ A request is *taken back* in one turn of the loop: nothing of it was given out, 
 will be. So it can be admitted again later, and nobody sees a difference.
 
 Waking all memory resumes vLLM's scheduler. The pause that takes it back is sent in the same
-breath as the wake, and the engine's process serves both before its next step.
+breath as the wake, but vLLM does not promise that its process serves both before its next step.
 """
 
 import asyncio
@@ -35,16 +35,15 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine_adapter.vllm_inprocess import BAD_ARGUMENT, VllmFrontEnd, as_value_error
+from engine_adapter.vllm_inprocess import BAD_ARGUMENT, VllmFrontEnd, refuse_without
 from lifecycle.engine import Call, Capabilities, Condition, Memory, PassThrough, Progress
-from lifecycle.errors import InvalidArgument, UnsupportedEngine
+from lifecycle.errors import InvalidArgument
 from lifecycle.table import LEVELS, MEMORY_TAGS
 
 # Everything private of `AsyncLLM` that is used here, and why.
 PRIVATE_SURFACE: Final[Mapping[str, str]] = {
     "output_processor.request_states": "drains: what ended can't be seen",
     "output_processor.parent_requests": "partial outputs of n > 1",
-    "output_processor.abort_requests": "recall: a request can't be taken back in one turn of the loop",
     "output_processor.propagate_error": "failures: outputs that nobody had taken are lost",
     "engine_core.pause_scheduler_async": "wakes: the scheduler runs before the lifecycle says so",
 }
@@ -82,10 +81,7 @@ class VllmAsync(VllmFrontEnd):
     """
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, *, owned: bool) -> None:
-        lost = [f"{name} ({cost})" for name, cost in PRIVATE_SURFACE.items() if not _has(llm, name)]
-        if lost:
-            msg = f"vLLM {vllm.__version__} lacks what a drain needs: {'; '.join(lost)}"
-            raise UnsupportedEngine(msg)
+        refuse_without(llm, PRIVATE_SURFACE)
         super().__init__(llm)
         self._llm: Any = llm
         self._loop = loop
@@ -98,8 +94,6 @@ class VllmAsync(VllmFrontEnd):
         self._paused = False
         self._level: int | None = None
         self._resident = self._find_resident()
-        process = llm.input_processor.process_inputs
-        self._accepts = inspect.signature(process).parameters
         self._tasks = self._wait(llm.get_supported_tasks())
         self._propagate = llm.output_processor.propagate_error
         llm.output_processor.propagate_error = self._propagate_error
@@ -187,19 +181,8 @@ class VllmAsync(VllmFrontEnd):
         """As of any front end; but what the owner sees of it are no deltas, whatever its reader gets."""
         return replace(super().prepare(request_id, prompt, params, options), delta=False)
 
-    def validate(self, call: Call) -> None:
-        """Run the front end's own input processing and throw the result away."""
-        arguments = {"supported_tasks": self._tasks, **call.options}
-        try:
-            self._llm.input_processor.process_inputs(
-                call.request_id,
-                call.prompt,
-                call.params,
-                arrival_time=call.arrival_time,
-                **{name: value for name, value in arguments.items() if name in self._accepts},
-            )
-        except BAD_ARGUMENT as error:
-            raise as_value_error(error) from error
+    def _supported_tasks(self) -> Any:
+        return self._tasks
 
     def add(self, call: Call) -> str:
         """A passage, of which `step` tells; its reader passes the request on."""
@@ -446,7 +429,7 @@ class VllmAsync(VllmFrontEnd):
         llm.output_processor.propagate_error = self._propagate
         if self._owned:
             llm.shutdown()
-        self._states, self._parents = {}, {}
+        self._states, self._parents, self._process = {}, {}, None
 
 
 def _tokens_of(passage: _Passage) -> int:
@@ -460,11 +443,3 @@ def _empty_output(call: Call, reason: str) -> RequestOutput:
         CompletionOutput(index, "", [], None, None, finish_reason=reason) for index in range(call.samples)
     ]
     return RequestOutput(call.request_id, None, None, None, samples, finished=True)
-
-
-def _has(engine: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(engine, name):
-            return False
-        engine = getattr(engine, name)
-    return True

@@ -176,6 +176,12 @@ class VllmFrontEnd:
         self._states = engine.output_processor.request_states
         self._parents = engine.output_processor.parent_requests
         self._last_params: Any = None
+        self._process = getattr(engine.input_processor, "process_inputs", None)
+        self._accepts = inspect.signature(self._process).parameters if self._process else {}
+
+    def _supported_tasks(self) -> Any:
+        """What the model is for, as the input processing wants to know."""
+        raise NotImplementedError
 
     def prepare(self, request_id: Any, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """The call with a snapshot of its parameters; equal ones in a row share one."""
@@ -202,6 +208,22 @@ class VllmFrontEnd:
             samples=getattr(params, "n", 1),
             delta=params.output_kind == RequestOutputKind.DELTA,
         )
+
+    def validate(self, call: Call) -> None:
+        """Run the front end's own input processing and throw the result away."""
+        if isinstance(call.prompt, EngineCoreRequest) or self._process is None:
+            return
+        arguments = {"supported_tasks": self._supported_tasks(), **call.options}
+        try:
+            self._process(
+                call.request_id,
+                call.prompt,
+                call.params,
+                arrival_time=call.arrival_time,
+                **{name: value for name, value in arguments.items() if name in self._accepts},
+            )
+        except BAD_ARGUMENT as error:
+            raise as_value_error(error) from error
 
     def _children(self, engine_id: str) -> list[str]:
         """The ids under which the engine core knows a request: its own, or one for each sample."""
@@ -278,8 +300,6 @@ class VllmInprocess(VllmFrontEnd):
         self._scheduler = self._core.scheduler
         self._executor = self._core.model_executor
         super().__init__(self._engine)
-        process = getattr(self._engine.input_processor, "process_inputs", None)
-        self._accepts = inspect.signature(process).parameters if process else {}
         self._level: int | None = None
         load_format = getattr(self._engine.vllm_config.load_config, "load_format", "")
         self._was_dummy = getattr(load_format, "value", load_format) == "dummy"
@@ -350,21 +370,8 @@ class VllmInprocess(VllmFrontEnd):
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def validate(self, call: Call) -> None:
-        """Run the engine's own input processing and throw the result away."""
-        if isinstance(call.prompt, EngineCoreRequest) or not self._accepts:
-            return
-        arguments = {"supported_tasks": self._engine.get_supported_tasks(), **call.options}
-        try:
-            self._engine.input_processor.process_inputs(
-                call.request_id,
-                call.prompt,
-                call.params,
-                arrival_time=call.arrival_time,
-                **{name: value for name, value in arguments.items() if name in self._accepts},
-            )
-        except BAD_ARGUMENT as error:
-            raise as_value_error(error) from error
+    def _supported_tasks(self) -> Any:
+        return self._engine.get_supported_tasks()
 
     def add(self, call: Call) -> str:
         """Queue the request; whatever a failed call left behind is removed again."""
@@ -515,7 +522,7 @@ class VllmInprocess(VllmFrontEnd):
             return
         self._engine.engine_core.shutdown()
         self._engine = self._core = self._scheduler = self._executor = None
-        self._states, self._parents = {}, {}
+        self._states, self._parents, self._process = {}, {}, None
 
 
 def _resolve(source: Any, engine_args: dict[str, Any]) -> Any:
@@ -546,7 +553,12 @@ def _refuse_unsafe(engine: Any) -> None:
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         msg = "in-process data parallelism steps in lockstep with other ranks and can't be guarded from one"
         raise UnsupportedEngine(msg)
-    lost = [f"{name} ({cost})" for name, cost in PRIVATE_SURFACE.items() if not _has(engine, name)]
+    refuse_without(engine, PRIVATE_SURFACE)
+
+
+def refuse_without(engine: Any, surface: Mapping[str, str]) -> None:
+    """Raise UnsupportedEngine, naming what of this surface the engine lacks, and what that costs."""
+    lost = [f"{name} ({cost})" for name, cost in surface.items() if not _has(engine, name)]
     if lost:
         msg = f"vLLM {vllm.__version__} lacks what a drain needs: {'; '.join(lost)}"
         raise UnsupportedEngine(msg)

@@ -179,19 +179,27 @@ class EngineThread:
             died = error
         self._end(died)
 
-    def _turn(self, core: Core) -> None:
-        idle = not (self._sleep or self._closers or core.ledger.mailbox or self._batch)
-        if idle and not (core.open and core.ledger.in_flight and not self._drives_itself):
+    def _wait_for_command(self, core: Core) -> None:
+        """Sleep while there is nothing to do; an engine that drives itself says when there is."""
+        if core.ledger.mailbox or self._batch:
+            return
+        steps = core.open and core.ledger.in_flight and not self._drives_itself
+        if not (self._sleep or self._closers or steps):
             self._execute(self._inbox.get())
-        elif self._drives_itself and core.ledger.in_flight and not core.ledger.mailbox and not self._batch:
+        elif self._drives_itself and core.ledger.in_flight:
             with contextlib.suppress(Empty):
                 self._execute(self._inbox.get(timeout=WATCH_S))
+
+    def _turn(self, core: Core) -> None:
+        self._wait_for_command(core)
         for _ in range(COMMANDS_A_TURN):
             if self._inbox.empty():
                 break
             self._execute(self._inbox.get())
             if core.failure is not self._failure:  # the next command may be the one that recovers
                 self._collect(core)
+        if self._drives_itself:  # it is asked in this turn: the next may not come by itself
+            self._collect(core)
         if self._sleep is not None:
             self._advance(self._sleep)
         elif core.open and core.ledger.in_flight and not core.ledger.mailbox:

@@ -253,3 +253,16 @@ async def test_the_death_of_the_process_reaches_every_stream(life, right, kind):
         assert seen[name][:length] == right[name][0][:length]
     await life.recover()
     assert await asyncio.wait_for(collect(life, "4"), 30) == right["4"]
+
+
+async def test_what_comes_together_with_an_abort_begins(life, right):
+    """A request that is admitted in the same turn as an aborted one's last output still begins."""
+    tasks = await start(life, max_tokens=LONG, names=NAMES[:1])
+    aborting = asyncio.create_task(life.abort("0"))
+    tasks["1"] = asyncio.create_task(collect(life, "1"))
+    await aborting
+    done, _ = await asyncio.wait(tasks.values(), timeout=10)
+    if len(done) < len(tasks):
+        await life.abort("1")  # any command comes to its help
+    assert len(done) == len(tasks)
+    assert (await ends(tasks))["1"] == right["1"]
