@@ -429,7 +429,7 @@ class VllmAsync(VllmFrontEnd):
         llm.output_processor.propagate_error = self._propagate
         if self._owned:
             llm.shutdown()
-        self._states, self._parents, self._process = {}, {}, None
+        self._states, self._parents, self._input = {}, {}, None
 
 
 def _tokens_of(passage: _Passage) -> int:

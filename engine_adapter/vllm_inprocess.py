@@ -176,8 +176,9 @@ class VllmFrontEnd:
         self._states = engine.output_processor.request_states
         self._parents = engine.output_processor.parent_requests
         self._last_params: Any = None
-        self._process = getattr(engine.input_processor, "process_inputs", None)
-        self._accepts = inspect.signature(self._process).parameters if self._process else {}
+        self._input = engine.input_processor
+        process = getattr(self._input, "process_inputs", None)
+        self._accepts = inspect.signature(process).parameters if process else {}
 
     def _supported_tasks(self) -> Any:
         """What the model is for, as the input processing wants to know."""
@@ -211,11 +212,11 @@ class VllmFrontEnd:
 
     def validate(self, call: Call) -> None:
         """Run the front end's own input processing and throw the result away."""
-        if isinstance(call.prompt, EngineCoreRequest) or self._process is None:
+        if isinstance(call.prompt, EngineCoreRequest) or not self._accepts:
             return
         arguments = {"supported_tasks": self._supported_tasks(), **call.options}
         try:
-            self._process(
+            self._input.process_inputs(
                 call.request_id,
                 call.prompt,
                 call.params,
@@ -522,7 +523,7 @@ class VllmInprocess(VllmFrontEnd):
             return
         self._engine.engine_core.shutdown()
         self._engine = self._core = self._scheduler = self._executor = None
-        self._states, self._parents, self._process = {}, {}, None
+        self._states, self._parents, self._input = {}, {}, None
 
 
 def _resolve(source: Any, engine_args: dict[str, Any]) -> Any:
