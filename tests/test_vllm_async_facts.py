@@ -146,6 +146,5 @@ async def test_an_untaken_output_is_lost_when_the_engine_fails(engine):
     engine.output_processor.propagate_error(EngineDeadError())
     with pytest.raises(EngineDeadError):
         await anext(stream)
-    assert len(first.outputs[0].token_ids) == 1
-    assert state.detokenizer.num_output_tokens() > 1
+    assert state.detokenizer.num_output_tokens() > len(first.outputs[0].token_ids)
     await engine.abort("slow")
