@@ -986,9 +986,9 @@ class SimulatedEngine:
             self.level = 0
 
     @_reaches_engine
-    def reset_caches(self) -> bool:
+    def reset_caches(self, *, kept: bool = False) -> bool:
         """Drop the prefix cache; False while requests hold KV blocks."""
-        return self._reset_caches()
+        return self._reset_caches(reset_running_requests=kept)
 
     @_reaches_engine
     def forget_media(self) -> None:

@@ -381,9 +381,9 @@ class VllmAsync(VllmFrontEnd):
         self._wait(self._llm.release_kv_cache_memory())
         self._resident = frozenset({"weights"})
 
-    def reset_caches(self) -> bool:
-        """Prefix and encoder caches."""
-        done = bool(self._wait(self._llm.reset_prefix_cache()))
+    def reset_caches(self, *, kept: bool = False) -> bool:
+        """Prefix and encoder caches, and by a preemption the KV blocks of what is kept."""
+        done = bool(self._wait(self._llm.reset_prefix_cache(reset_running_requests=kept)))
         if done:
             self._wait(self._llm.reset_encoder_cache())
         return done

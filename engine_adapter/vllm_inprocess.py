@@ -473,9 +473,9 @@ class VllmInprocess(VllmFrontEnd):
         """The engine's own call, from 0.32 on."""
         self._engine.release_kv_cache_memory()
 
-    def reset_caches(self) -> bool:
-        """Prefix and encoder caches."""
-        done = bool(self._engine.reset_prefix_cache())
+    def reset_caches(self, *, kept: bool = False) -> bool:
+        """Prefix and encoder caches, and by a preemption the KV blocks of what is kept."""
+        done = bool(self._engine.reset_prefix_cache(**({"reset_running_requests": True} if kept else {})))
         if done and hasattr(self._engine, "reset_encoder_cache"):
             self._engine.reset_encoder_cache()
         return done

@@ -433,8 +433,10 @@ class AsyncLifecycle:
     ) -> SleepReport:
         """Pause until `resume_generation`: a sleep and a wake in between do not end it.
 
-        mode: "abort", "wait", "wait_all" or "keep". clear_cache: drop the prefix cache as well,
-        except under requests that are kept.
+        mode: "abort", "wait", "wait_all" or "keep". clear_cache: drop the prefix cache as well, and
+        what kept requests have of KV, which is computed again; so weights may be loaded meanwhile.
+        With clear_cache=False kept requests go on with the KV they have, also after a load, which is
+        recorded as `stale_kv`.
         """
         report = await self._sleep(
             "pause_generation",
@@ -444,10 +446,12 @@ class AsyncLifecycle:
             on_timeout=on_timeout,
             max_steps=max_steps,
             pause=True,
+            clear_cache=bool(clear_cache),
         )
-        if clear_cache and not report.kept and not report.noop:
-            with contextlib.suppress(IllegalCall):  # put into a deeper sleep meanwhile: no cache
-                await self.reset_prefix_cache()
+        if clear_cache:
+            kept = {"reset_running_requests": True} if self.snapshot().in_flight else {}
+            with contextlib.suppress(IllegalCall):  # somebody sleeps deeper meanwhile: no cache
+                await self.reset_prefix_cache(**kept)
         return report
 
     async def _sleep(self, call: str, level: int, mode: str, **limits: Any) -> SleepReport:

@@ -109,6 +109,7 @@ class Core:
         self.rebuildable = rebuildable
         self.rpc_needs = _own_needs(rpc_needs or {})
         self.paused = False
+        self.clear_cache: bool | None = None  # what the last pause said, until the engine serves
         self.forked = False
         self.cause: BaseException | None = None
         self.failure: EngineFailed | None = None
@@ -215,6 +216,7 @@ class Core:
             held=len(self.ledger.held),
             undelivered=len(self.ledger.undelivered),
             can_resleep=not partial or (WEIGHTS in self.resident and self.capabilities.resleep_partial),
+            kept_may_load=self.clear_cache is not None and self.state in table.ASLEEP,
         )
 
     def under_way(self) -> Operation | None:
@@ -376,6 +378,8 @@ class Core:
     def _set_open(self) -> None:
         """Whether `step` may skip `require`: serving, in the process that owns the engine."""
         self.open = self.state in table.SERVING and not self.forked
+        if self.open:
+            self.clear_cache = None
 
     def run(
         self,
@@ -756,6 +760,7 @@ class Core:
         on_timeout: str = "raise",
         max_steps: int | None = None,
         pause: bool = False,
+        clear_cache: bool | None = None,
     ) -> Sleep:
         """Check everything, close admission, and return the step object that does the rest."""
         call = "pause" if pause else "sleep"
@@ -763,7 +768,7 @@ class Core:
         if wrong:
             raise self.invalid(call, wrong)
         self.require(call)
-        request = SleepRequest(level, mode, timeout, on_timeout, max_steps, pause)
+        request = SleepRequest(level, mode, timeout, on_timeout, max_steps, pause, clear_cache)
         with self.reading_engine(str(request)):
             return Sleep(self, request)
 
@@ -832,12 +837,16 @@ class Core:
                 self.ledger.into_engine(record, engine_id)
                 readmitted.append(record.request_id)
 
-    def fell_asleep(self, level: int, resident: frozenset[str], *, pause: bool) -> None:
+    def fell_asleep(self, level: int, resident: frozenset[str]) -> None:
         """The engine proved that it sleeps."""
         self.level, self.resident = level, resident
-        self.paused = self.paused or pause
         if WEIGHTS not in resident and level != 1:
             self.weights.discarded()
+
+    def note_pause(self, request: SleepRequest) -> None:
+        """The sleep that was asked for is here; a pause lasts longer than that."""
+        if request.pause:
+            self.paused, self.clear_cache = True, request.clear_cache
 
     def note_progress(self, call: str, **fields: Any) -> None:
         """Record how far a drain is."""
@@ -1048,8 +1057,12 @@ class Core:
         self._serve_if_valid()
 
     def _drop_caches(self, call: str) -> None:
-        """What was computed with the old weights must not be served."""
-        if self.run("reset_caches", self.engine.reset_caches) is not True:
+        """What was computed with the old weights must not be served, unless the caller said so."""
+        kept = bool(self.ledger.in_flight)
+        if kept and self.level == 0 and self.clear_cache is False:
+            self.events.emit_repeatable("stale_kv", call=call, state=self.state.value, **self._fields())
+            return
+        if self.run("reset_caches", lambda: self.engine.reset_caches(kept=kept)) is not True:
             why = f"{call}: the engine kept caches computed with the old weights"
             self._taint(why)
             raise CacheNotReset(why, call=call)

@@ -206,8 +206,11 @@ class Engine(Protocol):
     def release_kv_cache_memory(self) -> None:
         """Drop the KV cache's memory only; the engine is paused and quiet."""
 
-    def reset_caches(self) -> bool:
-        """Drop the prefix and encoder caches; False if the engine would not."""
+    def reset_caches(self, *, kept: bool = False) -> bool:
+        """Drop the prefix and encoder caches; False if the engine would not.
+
+        kept: also what the requests that a pause keeps have of KV, which is computed again.
+        """
 
     def forget_media(self) -> None:
         """Drop the front end's multimodal cache, so that a request validated earlier is sent whole."""

@@ -51,7 +51,10 @@ _NOTHING_OF_OURS = Progress(0, frozenset())
 
 
 class SleepRequest(NamedTuple):
-    """What the caller asked for, checked. timeout is in seconds; pause: until `resume()`."""
+    """What the caller asked for, checked. timeout is in seconds; pause: until `resume()`.
+
+    clear_cache: whether loads during the pause drop the KV of what it keeps; None: there are none.
+    """
 
     level: int
     mode: str
@@ -59,6 +62,7 @@ class SleepRequest(NamedTuple):
     on_timeout: str
     max_steps: int | None
     pause: bool
+    clear_cache: bool | None = None
 
     def __str__(self) -> str:
         return f"{'pause' if self.pause else 'sleep'}(level={self.level}, mode={self.mode})"
@@ -90,7 +94,7 @@ class Sleep:
         if core.state in table.SERVING:
             self._begin_drain()
         elif self._is_already_there():
-            core.paused = core.paused or request.pause
+            core.note_pause(request)
             core.events.emit_repeatable("noop", call=str(self), state=core.state.value)
             self.report = SleepReport(level=core.level or 0, mode=self.mode, noop=True)
         else:
@@ -311,7 +315,8 @@ class Sleep:
         if not condition.paused or condition.resident != (frozenset() if level else MEMORY_TAGS):
             core.fail_with("sleep", RuntimeError(f"sleep({level}) returned, but the engine is {condition}"))
         after = core.read("memory", Memory)
-        core.fell_asleep(level, condition.resident, pause=self._request.pause)
+        core.fell_asleep(level, condition.resident)
+        core.note_pause(self._request)
         self.draining = False
         core.transition = None
         core.fire(self._trigger, call=str(self), duration_s=time.monotonic() - self.started)

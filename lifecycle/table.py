@@ -84,6 +84,7 @@ class Facts:
     in_flight: requests inside the engine; kept: those of them frozen by a sleep.
     held: requests kept outside the engine until it wakes.
     can_resleep: the engine really goes back to sleep from this residency.
+    kept_may_load: the caller said what becomes of the KV that kept requests have.
     """
 
     resident: frozenset[str] = MEMORY_TAGS
@@ -94,6 +95,7 @@ class Facts:
     held: int = 0
     undelivered: int = 0
     can_resleep: bool = True
+    kept_may_load: bool = False
 
     @property
     def all_resident(self) -> bool:
@@ -292,8 +294,11 @@ NEED_CHECKS: Final[Mapping[Need, NeedCheck]] = {
     Need.LOADING: NeedCheck(
         ALIVE - {_D},
         # Requests kept over level 2 lost their KV with the weights: a load gives both back.
-        lambda f: _weights_resident(f) and (not f.in_flight or f.weights is not Weights.VALID),
-        "weights that are resident, and nothing in flight or kept that was computed with them",
+        lambda f: (
+            _weights_resident(f) and (not f.in_flight or f.kept_may_load or f.weights is not Weights.VALID)
+        ),
+        "weights that are resident, and nothing in flight that was computed with them, "
+        "or kept by a pause that says what becomes of it",
     ),
     Need.SLEEP: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),
     Need.WAKE: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),

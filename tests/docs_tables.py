@@ -24,7 +24,9 @@ TRIGGERS: Final[Mapping[str, tuple[Trigger, ...]]] = {
 }
 # Left out of the diagram, where they would lead from everywhere to one place.
 FROM_EVERYWHERE: Final = (Trigger.FAIL, Trigger.CLOSE)
-ORDER: Final = ("resident", "level", "weights", "paused", "in_flight", "held", "can_resleep")
+ORDER: Final = (
+    *("resident", "level", "weights", "paused", "in_flight", "held", "can_resleep", "kept_may_load"),
+)
 
 
 def pages() -> list[Path]:
@@ -36,13 +38,16 @@ def _every_fact() -> Iterator[Facts]:
     residents = [
         frozenset(tags) for count in range(3) for tags in itertools.combinations(sorted(MEMORY_TAGS), count)
     ]
-    values = (residents, (None, 0, 1, 2), Weights, (False, True), (0, 1), (0, 1), (False, True))
+    yes_or_no = (False, True)
+    values = (residents, (None, 0, 1, 2), Weights, yes_or_no, (0, 1), (0, 1), yes_or_no, yes_or_no)
     for combination in itertools.product(*values):
         yield Facts(**dict(zip(ORDER, combination, strict=True)))
 
 
 def _fits(state: State, facts: Facts) -> bool:
     """Whether these facts can be those of an engine in this state."""
+    if facts.kept_may_load and state not in table.ASLEEP:
+        return False
     serves = facts.servable and facts.level is None and not facts.paused
     match state:
         case State.AWAKE:

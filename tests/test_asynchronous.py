@@ -578,6 +578,49 @@ async def test_a_pause_drops_the_prefix_cache_unless_told_not_to(asked, resets):
         assert house.engine.calls.count("call(reset_prefix_cache)") == resets
 
 
+@pytest.mark.parametrize("clear_cache", [True, False])
+async def test_weights_are_loaded_under_requests_that_a_pause_keeps(clear_cache):
+    """The pause says what becomes of their KV: computed again, or used with the new weights, on record.
+
+    Once the engine serves, its word is over.
+    """
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.engine.running)
+        await house.life.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert house.life.snapshot().in_flight == 1
+        assert bool(house.engine.running) is not clear_cache
+        for name, value in list(house.engine.checkpoint.items())[:2]:
+            await house.life.collective_rpc("update_weight", kwargs={"weights": [(name, value)]})
+        stale = [event for event in house.life._events.tail(None) if event["event"] == "stale_kv"]
+        assert [event["count"] for event in stale] == ([] if clear_cache else [2])
+        misused = [text.split()[0] for text in house.engine.misuse]
+        assert misused == ([] if clear_cache else ["update_weight"] * 2)
+        house.engine.misuse.clear()
+        assert await house.life.resume_generation()
+        with pytest.raises(IllegalCall, match="in flight: r"):
+            await house.life.collective_rpc("update_weight")
+        await house.life.sleep(0, "keep")
+        with pytest.raises(IllegalCall, match="in flight: r"):
+            await house.life.collective_rpc("update_weight")
+        await house.life.wake_up()
+        assert await task == (right("r", LONG), "length")
+
+
+async def test_a_sleep_that_keeps_says_nothing_of_loads():
+    """Asleep with its memory, kept requests refuse a load that no pause has spoken of, pause or not."""
+    async with House() as house:
+        task = asyncio.create_task(read(house.life, "r", LONG))
+        await until(lambda: house.engine.running)
+        await house.life.sleep(0, "keep")
+        with pytest.raises(IllegalCall, match="in flight: r"):
+            await house.life.reload_weights()
+        await house.life.pause_generation(mode="keep")  # it sleeps already, and now the pause holds
+        await house.life.reload_weights()
+        await house.life.resume_generation()
+        assert await task == (right("r", LONG), "length")
+
+
 # -- admission while it is closed --------------------------------------------------------------------------
 
 

@@ -32,10 +32,11 @@ RESIDENCIES = [frozenset(), frozenset({WEIGHTS}), frozenset({KV_CACHE}), MEMORY_
 
 def every_fact():
     """All combinations of facts that a guard can tell apart."""
-    for resident, level, weights, paused, in_flight, held, can in itertools.product(
-        RESIDENCIES, (None, 0, 1, 2), Weights, (False, True), (0, 3), (0, 2), (False, True)
+    booleans = (False, True)
+    for resident, level, weights, paused, in_flight, held, can, may in itertools.product(
+        RESIDENCIES, (None, 0, 1, 2), Weights, booleans, (0, 3), (0, 2), booleans, booleans
     ):
-        yield Facts(resident, level, weights, paused, in_flight, held, 0, can)
+        yield Facts(resident, level, weights, paused, in_flight, held, 0, can, may)
 
 
 def edges():
@@ -280,11 +281,11 @@ def test_after_the_end_nothing_but_reading_is_legal():
 
 
 def test_loads_need_resident_weights_and_nothing_computed_with_them():
-    """A load is met only with weights resident, and not under requests computed with valid ones."""
+    """A load needs resident weights, and under requests computed with valid ones the caller's word."""
     for facts in every_fact():
         if meets(Need.LOADING, State.PARTIALLY_AWAKE, facts):
             assert WEIGHTS in facts.resident
-            assert not (facts.in_flight and facts.weights is Weights.VALID)
+            assert facts.kept_may_load or not (facts.in_flight and facts.weights is Weights.VALID)
 
 
 @pytest.mark.parametrize("method", ["sleep", "wake_up", "discard"])
