@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from engine_adapter.simulated import SimulatedEngine
     from engine_adapter.simulated_llm import SimulatedLLM
     from engine_adapter.standin import attach
+    from engine_adapter.standin_async import attach_async
     from engine_adapter.vllm_inprocess import VllmInprocess
 
-__all__ = ["SimulatedEngine", "SimulatedLLM", "VllmInprocess", "attach"]
+__all__ = ["SimulatedEngine", "SimulatedLLM", "VllmInprocess", "attach", "attach_async"]
 
 _HOMES = {
     "attach": "engine_adapter.standin",
+    "attach_async": "engine_adapter.standin_async",
     "SimulatedEngine": "engine_adapter.simulated",
     "SimulatedLLM": "engine_adapter.simulated_llm",
     "VllmInprocess": "engine_adapter.vllm_inprocess",

@@ -15,6 +15,9 @@ learns which requests began and which came to an end.
 A request is *taken back* in one turn of the loop: nothing of it was given out, and nothing
 will be. So it can be admitted again later, and nobody sees a difference.
 
+An `AsyncLLM` that is *found* may have requests of which somebody else reads the outputs. They
+are drained and aborted like any other; a task in the loop looks for their end.
+
 Waking all memory resumes vLLM's scheduler. The pause that takes it back is sent in the same
 breath as the wake, but vLLM does not promise that its process serves both before its next step.
 """
@@ -25,18 +28,20 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
 import vllm
+import vllm.outputs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine_adapter.vllm_inprocess import BAD_ARGUMENT, VllmFrontEnd, refuse_without
-from lifecycle.engine import Call, Capabilities, Condition, Memory, PassThrough, Progress
+from lifecycle.engine import Call, Capabilities, Condition, Found, Memory, PassThrough, Progress
 from lifecycle.errors import InvalidArgument
 from lifecycle.table import LEVELS, MEMORY_TAGS
 
@@ -48,6 +53,13 @@ PRIVATE_SURFACE: Final[Mapping[str, str]] = {
     "engine_core.pause_scheduler_async": "wakes: the scheduler runs before the lifecycle says so",
 }
 
+# How long the owner waits for the loop before it looks whether there still is one, in seconds.
+_LOOP_GONE_S: Final = 1.0
+# How often a found request is looked for, in seconds: nobody tells of its end.
+_FOUND_S: Final = 0.05
+# What vLLM says after the last output of a prompt that was itself a stream; up to 0.25 there is none.
+_STREAM_FINISHED: Final = getattr(vllm.outputs, "STREAM_FINISHED", None)
+
 _Answer = TypeVar("_Answer")
 
 
@@ -55,10 +67,10 @@ class _Passage:
     """A request between `add` and its end.
 
     inner: vLLM's id, once it is there, and states: vLLM's of its samples.
-    over: the reader gets nothing more from vLLM.
+    begun: its reader began to pass it on. over: the reader gets nothing more from vLLM.
     """
 
-    __slots__ = ("call", "collector", "engine_id", "inner", "over", "states", "untaken")
+    __slots__ = ("begun", "call", "collector", "engine_id", "inner", "over", "states", "untaken")
 
     def __init__(self, call: Call, engine_id: str) -> None:
         self.call = call
@@ -66,6 +78,7 @@ class _Passage:
         self.collector: Any = None
         self.inner: str | None = None
         self.states: dict[str, Any] = {}
+        self.begun = False
         self.over = False
         self.untaken: Any = None  # what vLLM would throw away when it fails
 
@@ -77,13 +90,15 @@ class _Passage:
 class VllmAsync(VllmFrontEnd):
     """An `AsyncLLM` behind the `SelfDriven` protocol. Made, and called, outside of its event loop's thread.
 
-    llm: lives in `loop`, which runs. owned: `shutdown` ends it.
+    llm: lives in `loop`, which runs. owned: `shutdown` ends it. Whatever stands before its class
+    later (see `attach_async`), the calls made here are those of its own class.
     """
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, *, owned: bool) -> None:
         refuse_without(llm, PRIVATE_SURFACE)
         super().__init__(llm)
         self._llm: Any = llm
+        self._class = type(llm)
         self._loop = loop
         self._owned = owned
         self._passages: dict[str, _Passage] = {}
@@ -97,6 +112,7 @@ class VllmAsync(VllmFrontEnd):
         self._tasks = self._wait(llm.get_supported_tasks())
         self._propagate = llm.output_processor.propagate_error
         llm.output_processor.propagate_error = self._propagate_error
+        self._in_loop(self._adopt_found)
         self.capabilities = self._probe()
 
     def _probe(self) -> Capabilities:
@@ -114,12 +130,22 @@ class VllmAsync(VllmFrontEnd):
 
     # -- between the owner's thread and the loop -------------------------------------------------------
 
+    def _own(self, name: str) -> Any:
+        """A method of the `AsyncLLM`'s own class, which no guard stands before."""
+        return getattr(self._class, name).__get__(self._llm)
+
     def _wait(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         """Have the loop run it, and wait for what comes of it."""
         if not self._loop.is_running():
             work.close()
             raise RuntimeError("the event loop of the engine has ended")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            done, _ = wait((future,), _LOOP_GONE_S)
+            if done:
+                return future.result()
+            if not self._loop.is_running():
+                raise RuntimeError("the event loop of the engine ended while it was waited for")
 
     def _in_loop(self, work: Callable[[], _Answer]) -> _Answer:
         """Have it done in one turn of the loop."""
@@ -149,28 +175,54 @@ class VllmAsync(VllmFrontEnd):
 
         vLLM's own `is_sleeping` says no more: it is true of every pause.
         """
-        paused = self._wait(self._llm.is_paused())
+        paused = self._wait(self._own("is_paused")())
         whole = self._resident >= MEMORY_TAGS
-        if not paused and not whole and not self._wait(self._llm.is_sleeping()):
+        if not paused and not whole and not self._wait(self._own("is_sleeping")()):
             self._resident, whole = MEMORY_TAGS, True
         return Condition(
             resident=self._resident,
             paused=paused or not whole,
             level=(0 if paused else None) if whole else self._level,
+            requests=tuple(
+                Found(passage.call.request_id, passage.engine_id, passage.call.samples)
+                for passage in list(self._passages.values())
+            ),
         )
 
     def _find_resident(self) -> frozenset[str]:
         """What is mapped of an engine that was found: all, or, as far as can be seen from here, nothing."""
-        if not self._wait(self._llm.is_sleeping()):
+        if not self._wait(self._own("is_sleeping")()):
             return MEMORY_TAGS
         return MEMORY_TAGS if self._map(("scheduling",)) else frozenset()
+
+    def _adopt_found(self) -> None:
+        """In the loop: requests whose outputs go to somebody else, and a task that tells of their end."""
+        for found in self._find_requests():
+            call = Call(found.request_id, None, None, 0.0, {}, found.samples)
+            passage = self._passages[found.engine_id] = _Passage(call, found.engine_id)
+            self._is_there(passage, found.engine_id)
+        if self._passages:
+            self._watch = asyncio.create_task(self._watch_found(frozenset(self._passages)))
+
+    async def _watch_found(self, found: frozenset[str]) -> None:
+        while found & self._passages.keys():
+            await asyncio.sleep(_FOUND_S)
+            self._sweep()
+            if self._news:
+                self._notify(None)
+
+    def _is_there(self, passage: _Passage, inner: str) -> None:
+        passage.inner = inner
+        names = self._children(inner)
+        passage.states = {name: self._states[name] for name in names if name in self._states}
+        passage.collector = next((state.queue for state in passage.states.values()), passage.collector)
 
     def _map(self, tags: Sequence[str]) -> bool:
         """A wake, and the pause again that it ends. Whether all memory is mapped now."""
 
         async def wake() -> bool:
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            whole, _ = await asyncio.gather(self._llm.wake_up(list(tags)), pause)
+            whole, _ = await asyncio.gather(self._own("wake_up")(list(tags)), pause)
             return bool(whole)
 
         return self._wait(wake())
@@ -180,6 +232,11 @@ class VllmAsync(VllmFrontEnd):
     def prepare(self, request_id: Any, prompt: Any, params: Any, options: Mapping[str, Any]) -> Call:
         """As of any front end; but what the owner sees of it are no deltas, whatever its reader gets."""
         return replace(super().prepare(request_id, prompt, params, options), delta=False)
+
+    def validate(self, call: Call) -> None:
+        """In the loop, for tokenizers are not safe from two threads. A stream of prompts is not read."""
+        if not isinstance(call.prompt, AsyncGenerator):
+            self._in_loop(lambda: super(VllmAsync, self).validate(call))
 
     def _supported_tasks(self) -> Any:
         return self._tasks
@@ -196,29 +253,14 @@ class VllmAsync(VllmFrontEnd):
 
         Ends after the last output, or without one where the owner has that, or took it back.
         """
-        if passage.is_over():
-            return
-        call = passage.call
-        try:
-            collector = await self._llm.add_request(
-                call.request_id, call.prompt, call.params, arrival_time=call.arrival_time, **call.options
-            )
-        except BAD_ARGUMENT as error:
-            self._passages.pop(passage.engine_id, None)
-            raise InvalidArgument(f"add_request: {error}", call="add_request") from error
-        except Exception as error:  # noqa: BLE001  (told to everybody whom it concerns)
-            self._notify(error)
-            return
-        if passage.is_over():
-            await self._llm.abort(collector.request_id, internal=True)
-            return
-        passage.collector, passage.inner = collector, collector.request_id
-        names = self._children(collector.request_id)
-        passage.states = {name: self._states[name] for name in names if name in self._states}
+        if not passage.is_over():
+            await self._pass_on(passage)
         while not passage.is_over():
             try:
-                output = collector.get_nowait() or await collector.get()
-            except Exception as error:  # noqa: BLE001  (as above)
+                output = passage.collector.get_nowait() or await passage.collector.get()
+            except Exception as error:
+                if self._failure is None:  # of this request alone: the stream that it reads from broke
+                    raise getattr(error, "cause", None) or error from error
                 passage.over, output = True, passage.untaken
                 self._notify(error)
                 if output is not None:
@@ -228,7 +270,30 @@ class VllmAsync(VllmFrontEnd):
                 return
             if output.finished:
                 self._end(passage)
-            yield output
+            if output is not _STREAM_FINISHED:
+                yield output
+
+    async def _pass_on(self, passage: _Passage) -> None:
+        """In the loop, by the reader: give the request to vLLM, unless the engine is dead."""
+        call, passage.begun = passage.call, True
+        try:
+            collector = await self._own("add_request")(
+                call.request_id, call.prompt, call.params, arrival_time=call.arrival_time, **call.options
+            )
+        except Exception as error:
+            if self._llm.engine_core.resources.engine_dead:  # told to everybody whom it concerns
+                passage.over = True
+                self._notify(error)
+                return
+            self._passages.pop(passage.engine_id, None)
+            if isinstance(error, BAD_ARGUMENT):
+                raise InvalidArgument(f"add_request: {error}", call="add_request") from error
+            raise  # of this request alone: the queue is full, say
+        if passage.is_over():
+            await self._own("abort")(collector.request_id, internal=True)
+            return
+        passage.collector = collector
+        self._is_there(passage, collector.request_id)
 
     def _end(self, passage: _Passage) -> None:
         """In the loop: its last output is with its reader."""
@@ -270,7 +335,7 @@ class VllmAsync(VllmFrontEnd):
             passage.over = passage.over or passage.inner is None
         inner = [passage.inner for passage in passages if passage.inner is not None]
         if inner:
-            await self._llm.abort(inner, internal=True)
+            await self._own("abort")(inner, internal=True)
 
     def last_outputs(self, engine_ids: Sequence[str], reason: str) -> list[Any]:
         """Where one is aborted that is there, vLLM itself says the last word to its reader."""
@@ -301,6 +366,8 @@ class VllmAsync(VllmFrontEnd):
 
     def _take_back(self, passage: _Passage | None) -> bool:
         if passage is None:
+            return False
+        if passage.begun and isinstance(passage.call.prompt, AsyncGenerator):  # it was read from
             return False
         if passage.inner is not None:
             waits = passage.states.keys() <= self._states.keys() and passage.collector.output is None
@@ -356,14 +423,14 @@ class VllmAsync(VllmFrontEnd):
 
     def resume_scheduling(self) -> None:
         """Schedule again."""
-        self._wait(self._llm.resume_generation())
+        self._wait(self._own("resume_generation")())
         self._paused, self._level = False, None
 
     # -- memory ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
         """The engine's own, in the mode that neither drops nor waits for requests."""
-        self._wait(self._llm.sleep(level, mode="keep"))
+        self._wait(self._own("sleep")(level, mode="keep"))
         self._paused, self._level = True, level
         self._resident = frozenset() if level else MEMORY_TAGS
 
@@ -378,20 +445,20 @@ class VllmAsync(VllmFrontEnd):
 
     def release_kv_cache_memory(self) -> None:
         """The engine's own."""
-        self._wait(self._llm.release_kv_cache_memory())
+        self._wait(self._own("release_kv_cache_memory")())
         self._resident = frozenset({"weights"})
 
     def reset_caches(self, *, kept: bool = False) -> bool:
         """Prefix and encoder caches, and by a preemption the KV blocks of what is kept."""
-        done = bool(self._wait(self._llm.reset_prefix_cache(reset_running_requests=kept)))
+        done = bool(self._wait(self._own("reset_prefix_cache")(reset_running_requests=kept)))
         if done:
-            self._wait(self._llm.reset_encoder_cache())
+            self._wait(self._own("reset_encoder_cache")())
         return done
 
     def forget_media(self) -> None:
         """Validating a held request may have told the front end that the workers know its media."""
         if getattr(self._llm.renderer, "mm_processor_cache", None) is not None:
-            self._wait(self._llm.reset_mm_cache())
+            self._wait(self._own("reset_mm_cache")())
 
     def memory(self) -> Memory:
         """Unknown: it is another process's."""
@@ -416,7 +483,7 @@ class VllmAsync(VllmFrontEnd):
         """Any other method of `AsyncLLM`, awaited."""
 
         async def called() -> Any:
-            result = getattr(self._llm, name)(*args, **kwargs)
+            result = self._own(name)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
         return self._wait(called())
@@ -430,6 +497,24 @@ class VllmAsync(VllmFrontEnd):
         if self._owned:
             llm.shutdown()
         self._states, self._parents, self._input = {}, {}, None
+
+
+def handed_over(llm: AsyncLLM, build: Callable[[], AsyncLLM] | None) -> Callable[[], VllmAsync]:
+    """What makes the adapter of this engine, to be called in the thread that owns it, and then of new ones.
+
+    Called itself in the event loop of the engine. Raises InvalidArgument for one that is guarded.
+    """
+    if not isinstance(llm, AsyncLLM):
+        raise InvalidArgument(f"an AsyncLLM is needed, not {type(llm).__name__}")
+    if "lifecycle" in vars(llm):
+        raise InvalidArgument("this AsyncLLM is guarded already: its attribute `lifecycle` says by what")
+    loop, found = asyncio.get_running_loop(), [llm]
+
+    def make() -> VllmAsync:
+        engine = found.pop() if found or build is None else build()
+        return VllmAsync(engine, loop, owned=build is not None)
+
+    return make
 
 
 def _tokens_of(passage: _Passage) -> int:

@@ -194,7 +194,9 @@ class VllmFrontEnd:
         if not isinstance(params, (SamplingParams, PoolingParams)):
             msg = f"params must be SamplingParams or PoolingParams, not {type(params).__name__}"
             raise TypeError(msg)
-        given = {key: value for key, value in options.items() if value not in (None, 0)}
+        given = {key: value for key, value in options.items() if value is not None}
+        if not given.get("priority"):  # the scheduler may not know of any
+            given.pop("priority", None)
         arrival = given.pop("arrival_time", None)
         if arrival is None:
             arrival = (prompt.get("arrival_time") if isinstance(prompt, dict) else None) or time.time()

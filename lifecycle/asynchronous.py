@@ -22,6 +22,7 @@ Nothing here decides what is legal: the core does, in the engine's thread.
 import asyncio
 import atexit
 import contextlib
+import importlib
 import os
 import signal
 import weakref
@@ -142,9 +143,29 @@ class AsyncLifecycle:
         self._arrived: deque[Batch] = deque()  # what was not given out yet
         self._told: asyncio.Future[None] | None = None  # of whoever waits for the next event, or the end
         self._signals: list[int] = []
+        self._undo: list[Callable[[], object]] = []  # what is done once all is over
         self._closing: asyncio.Task[None] | None = None
         _living.add(self)
         weakref.finalize(self, _abandon, self._owner).atexit = False
+
+    @classmethod
+    def from_async_llm(
+        cls, async_llm: Any, *, build: Callable[[], Any] | None = None, **options: Any
+    ) -> Self:
+        """A lifecycle around an `AsyncLLM` that exists, whatever it does: serve, pause, sleep.
+
+        To be called in the event loop in which the `AsyncLLM` is used; `start` reads its condition.
+        Whoever else calls it goes behind the machine; `engine_adapter.attach_async` prevents that.
+
+        build: makes another `AsyncLLM` for `recover`, in the engine's thread. With it the engine is
+        the lifecycle's own, and `close` shuts it down; without it `close` leaves it to go on, and
+        `recover` is refused. options are those of the class. Raises InvalidArgument for an
+        `AsyncLLM` that is guarded already.
+        """
+        adapter = importlib.import_module("engine_adapter.vllm_async")
+        lifecycle = cls(adapter.handed_over(async_llm, build), **options)
+        lifecycle._owner.owned = build is not None
+        return lifecycle
 
     # -- the beginning and the end ---------------------------------------------------------------------
 
@@ -210,6 +231,10 @@ class AsyncLifecycle:
 
         loop.add_signal_handler(number, begin)
         self._signals.append(number)
+
+    def at_end(self, undo: Callable[[], object]) -> None:
+        """Have this called, in the event loop, once everything is closed."""
+        self._undo.append(undo)
 
     def _leave(self, *, wait: bool = True) -> None:
         """End without an event loop: at the interpreter's exit, or when nobody is left to wait."""
@@ -300,6 +325,8 @@ class AsyncLifecycle:
                 _resolve(answer, result, error)
             for number in self._signals:
                 asyncio.get_running_loop().remove_signal_handler(number)
+            while self._undo:
+                self._undo.pop()()
             self._tell()
 
     def _change(self) -> "asyncio.Future[None]":
@@ -527,9 +554,9 @@ class AsyncLifecycle:
     async def recover(self) -> tuple[str, ...]:
         """After a failure: shut the old engine down, build a new one, admit what was held.
 
-        Returns the ids admitted.
+        Returns the ids admitted. Raises IllegalCall for an engine that was handed over without `build`.
         """
-        admitted: tuple[str, ...] = await self._ask("recover", lambda core: core.recover(self._owner.build))
+        admitted: tuple[str, ...] = await self._ask("recover", self._owner.recover)
         return admitted
 
     # -- reading ---------------------------------------------------------------------------------------

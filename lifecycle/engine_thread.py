@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from lifecycle.audit import EventLog
 from lifecycle.core import Core, closed
 from lifecycle.engine import Engine, SelfDriven
-from lifecycle.errors import DrainStalled, InternalError, LifecycleError
+from lifecycle.errors import DrainStalled, IllegalCall, InternalError, LifecycleError
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import ALIVE, State
@@ -95,7 +95,8 @@ class _Streams(Scope):
 class EngineThread:
     """The owner of one engine. `submit` may be called from one other thread.
 
-    build: makes the engine, in this thread. options: `Core`'s.
+    build: makes the engine, in this thread. options: `Core`'s. owned: the engine is nobody
+    else's; else it can't be built anew, and serves on when it was drained to be closed.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class EngineThread:
         events: EventLog,
         options: Mapping[str, Any],
     ) -> None:
+        self.owned = True
         self._build = build
         self._events = events
         self._options = options
@@ -164,7 +166,9 @@ class EngineThread:
     def _adopt(self) -> None:
         engine = self.build()
         try:
-            self.core = Core(engine, self._events, rebuildable=True, anybody=self._owner, **self._options)
+            self.core = Core(
+                engine, self._events, rebuildable=self.owned, anybody=self._owner, **self._options
+            )
         except BaseException:
             engine.shutdown()  # nobody else has it
             raise
@@ -310,6 +314,13 @@ class EngineThread:
 
     # -- commands --------------------------------------------------------------------------------------
 
+    def recover(self, core: Core) -> tuple[str, ...]:
+        """Build the engine anew. Raises IllegalCall where it was not built here."""
+        core.require("recover")
+        if not self.owned:
+            core.refuse(IllegalCall, "recover", "the engine was handed over without build=")
+        return core.recover(self.build)
+
     def admit(
         self,
         stream: Stream,
@@ -392,4 +403,6 @@ class EngineThread:
             with contextlib.suppress(LifecycleError):
                 self._sleep, self._asked = core.begin_sleep(0, "wait_all"), ()  # nobody can join it
         if self._sleep is None or late:
+            if not self.owned and core.state is State.SLEEPING and core.level == 0 and not core.paused:
+                core.schedule(on=True)  # whoever goes on with it
             core.close(shutdown=True)
