@@ -217,13 +217,13 @@ class VllmAsync(VllmFrontEnd):
         passage.states = {name: self._states[name] for name in names if name in self._states}
         passage.collector = next((state.queue for state in passage.states.values()), passage.collector)
 
-    def _map(self, tags: Sequence[str]) -> bool:
-        """A wake, and the pause again that it ends. Whether all memory is mapped now."""
+    def _map(self, tags: Sequence[str]) -> bool | None:
+        """A wake, and the pause again that it ends. Whether all memory is mapped now; None up to 0.25."""
 
-        async def wake() -> bool:
+        async def wake() -> bool | None:
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             whole, _ = await asyncio.gather(self._own("wake_up")(list(tags)), pause)
-            return bool(whole)
+            return None if whole is None else bool(whole)
 
         return self._wait(wake())
 
@@ -437,7 +437,7 @@ class VllmAsync(VllmFrontEnd):
     def wake_up(self, tags: Sequence[str]) -> None:
         """The engine's own. Its answer must fit what this adapter believes."""
         resident = self._resident | frozenset(tags)
-        if self._map(tags) != (resident >= MEMORY_TAGS):
+        if self._map(tags) not in (None, resident >= MEMORY_TAGS):
             raise RuntimeError(
                 f"wake_up({list(tags)}): the engine and this adapter disagree on what is mapped"
             )

@@ -5,6 +5,7 @@ What `tests/test_vllm_async_facts.py` shows of the plain engine can't happen her
 
 import asyncio
 import os
+import random
 import signal
 
 import pytest
@@ -253,6 +254,39 @@ async def test_the_death_of_the_process_reaches_every_stream(life, right, kind):
         assert seen[name][:length] == right[name][0][:length]
     await life.recover()
     assert await asyncio.wait_for(collect(life, "4"), 30) == right["4"]
+
+
+async def test_death_at_random_moments(life):
+    """Fifty streams each time: all end as failed within a second, with a beginning of their tokens.
+
+    KILLS in the environment says how often; each takes a new engine.
+    """
+    names = [str(number) for number in range(50)]
+    right = {name: await collect(life, name, max_tokens=2 * LENGTH) for name in names}
+    dice = random.Random(int(os.environ.get("KILLS_SEED", "0")))
+    for _ in range(int(os.environ.get("KILLS", "2"))):
+        seen = {name: [] for name in names}
+
+        async def read(name, seen=seen):
+            kind = ("CUMULATIVE", "DELTA")[int(name) % 2]
+            async for output in life.generate(f"prompt number {name}", params(name, kind, LONG), name):
+                new = list(output.outputs[0].token_ids)
+                seen[name] = seen[name] + new if kind == "DELTA" else new
+
+        tasks = [asyncio.create_task(read(name)) for name in names]
+        await asyncio.sleep(dice.uniform(0, 0.6))
+        for process in life._core("snapshot").engine.raw.engine_core.resources.engine_manager.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        done, pending = await asyncio.wait(tasks, timeout=1.0)
+        assert not pending
+        assert {type(task.exception()) for task in done} == {EngineFailed}
+        assert life.state is State.FAILED
+        for name in names:
+            length = min(len(seen[name]), 2 * LENGTH)
+            assert seen[name][:length] == right[name][0][:length]
+        await life.recover()
+        assert life.snapshot().in_flight == 0
+        assert await asyncio.wait_for(collect(life, "4", max_tokens=2 * LENGTH), 30) == right["4"]
 
 
 async def test_what_comes_together_with_an_abort_begins(life, right):

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.benchmarks import drain, held, steps, streams, throughput
+from tests.benchmarks import drain, held, self_driven, steps, streams, throughput
 from tests.benchmarks.measure import Line, print_line, print_title
 
 # Those without a model come first: the memory of held requests is best measured in a small process.
@@ -26,6 +26,7 @@ GROUPS = {
     "drain": drain.run,
     "wake": held.run_on_vllm,
     "streams": streams.run,
+    "guard": self_driven.run,
 }
 
 
