@@ -352,6 +352,8 @@ class EngineThread:
         if self._sleep is not None and core.transition is not self._sleep:
             self._advance(self._sleep)  # a command before this one ended it
         if self._sleep is None or asked != self._asked:
+            if self._drives_itself and limits["max_steps"] is not None:
+                raise core.invalid("sleep", "the engine steps by itself: bound its drain by timeout")
             sleep = core.begin_sleep(*asked[:2], **limits)
             if sleep.report is not None:  # there was nothing to do: whoever comes next asks for another
                 return sleep.report

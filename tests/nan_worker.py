@@ -6,6 +6,7 @@ cache is gone at both. Gone means NaN while asleep, so that any use of it shows,
 after the wake some number or other, as in freshly mapped memory.
 """
 
+import time
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -15,6 +16,7 @@ class NanWorker(CPUWorker):
     _kept: dict[str, Any] | None = None
     fail_next_sleep: BaseException | None = None
     fail_next_wake: BaseException | None = None
+    step_s = 0.0
 
     def fail_next(self, call: str) -> None:
         """Have the next "sleep" or "wake" raise; `collective_rpc` reaches this in another process too."""
@@ -52,3 +54,22 @@ class NanWorker(CPUWorker):
     def discard(self, tags: tuple[str, ...]) -> None:
         if "kv_cache" in tags:
             self._fill_kv(float("nan"))
+
+    def take_time(self, seconds: float) -> None:
+        """Have each step take so much longer, so that a test can look between two of them."""
+        self.step_s = seconds
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        if self.step_s:
+            time.sleep(self.step_s)
+        return super().execute_model(*args, **kwargs)
+
+    # What trainers bring as worker methods of their own.
+
+    def update_weight(self, name: str, factor: float) -> None:
+        """One parameter comes anew: OpenRLHF broadcasts it, here it is the old one times a factor."""
+        self._parameters()[name].mul_(factor)
+
+    def update_weights_from_path(self, path: str | None = None) -> None:
+        """All parameters come anew, from a checkpoint."""
+        self.reload_weights()

@@ -197,6 +197,87 @@ async def test_the_servers_application_takes_it(llm, right):
         assert (await client.get("/health")).status_code == 200
 
 
+# -- what trainers do, in words of our own ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+async def test_openrlhf_loads_parameter_by_parameter_under_kept_requests(llm, right, clear_cache):
+    """Between `pause_generation(mode="keep")` and `resume_generation`, one call of the workers each.
+
+    Every load is seen. What is kept is computed again, or goes on with the KV it has, on record; the
+    weights are the same in the end, so the tokens are.
+    """
+    tasks = await start(llm, names=NAMES[:5])
+    report = await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+    assert report.kept
+    epoch = llm.lifecycle.snapshot().epoch
+    for factor in (2.0, 0.5):
+        for name in ("model.norm.weight", "model.embed_tokens.weight"):
+            await llm.collective_rpc("update_weight", args=(name, factor))
+    assert llm.lifecycle.snapshot().epoch == epoch + 4
+    tasks["5"] = asyncio.create_task(collect(llm, "5"))
+    await llm.resume_generation()
+    assert await ends(tasks) == right
+    counts = [event["count"] for event in llm.lifecycle._events.tail(None) if event["event"] == "stale_kv"]
+    assert counts == ([] if clear_cache else [4])
+
+
+async def test_new_weights_show_in_what_is_computed_after_them(llm, right):
+    """A load under kept requests changes the tokens that follow, and none that were there."""
+    tasks = await start(llm, max_tokens=LONG, names=NAMES[:1])
+    before = await collect(llm, "1", max_tokens=LONG)
+    await llm.pause_generation(mode="keep")
+    await llm.collective_rpc("update_weight", args=("model.norm.weight", -1.0))
+    await llm.resume_generation()
+    after = await collect(llm, "1", max_tokens=LONG)
+    assert before != after
+    assert len((await ends(tasks))["0"][0]) == LONG
+    await llm.collective_rpc("update_weight", args=("model.norm.weight", -1.0))
+    assert await collect(llm, "1", max_tokens=LONG) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_verl_keeps_its_pause_over_sleep_and_wake(llm, right, level):
+    """Pause, sleep, wake the weights, load, wake the cache, and only then resume: what waited is served."""
+    tasks = await start(llm, max_tokens=LONG, names=NAMES[:2])
+    await llm.pause_generation()
+    assert {reason for _, _, reason in (await ends(tasks)).values()} == {"abort"}
+    waits = asyncio.create_task(collect(llm, "2"))
+    await llm.sleep(level=level)
+    await llm.wake_up(tags=["weights"])
+    await llm.collective_rpc("update_weights_from_path", kwargs={"path": None})
+    await llm.lifecycle.mark_weights_loaded(version="step-1")
+    await llm.reset_prefix_cache()
+    await llm.wake_up(tags=["kv_cache"])
+    assert await llm.is_paused()
+    assert not waits.done()
+    await llm.resume_generation()
+    assert await asyncio.wait_for(waits, 30) == right["2"]
+
+
+async def test_prime_rl_loads_from_a_path_while_requests_are_kept(llm, right):
+    """Paused with what it has of KV, loaded as a whole by its own worker method, and resumed."""
+    tasks = await start(llm, names=NAMES[:5])
+    await llm.pause_generation(mode="keep", clear_cache=False)
+    await llm.collective_rpc("update_weights_from_path", args=("a checkpoint",))
+    await llm.resume_generation()
+    assert await ends(tasks) == {name: right[name] for name in NAMES[:5]}
+
+
+async def test_without_a_word_about_its_weights_a_level_2_wake_does_not_serve(llm, right):
+    """Nobody can look into another process: the caller says that they were loaded, or `unchecked`."""
+    await llm.sleep(2)
+    assert not await llm.wake_up()
+    held = asyncio.create_task(collect(llm, "2"))
+    await asyncio.sleep(0.2)
+    assert not held.done()
+    await llm.reload_weights()
+    assert await asyncio.wait_for(held, 30) == right["2"]
+
+
+# -- the end ----------------------------------------------------------------------------------------------
+
+
 async def test_a_handed_over_engine_is_not_rebuilt(llm):
     """Without `build` there is no recovery, and the error says so; `errored` tells of the failure."""
     await llm.collective_rpc("fail_next", args=("sleep",))

@@ -11,7 +11,7 @@ import signal
 import pytest
 import pytest_asyncio
 
-from lifecycle import AsyncLifecycle, EngineFailed, IllegalCall, InvalidArgument, State
+from lifecycle import AsyncLifecycle, DrainTimeout, EngineFailed, IllegalCall, InvalidArgument, State
 from tests.engines import DEFAULTS, model_dir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -124,6 +124,51 @@ async def test_a_sleep_changes_nothing(life, right, level, mode, kind):
     assert report.drained or report.kept or report.held
     assert await life.wake_up()
     assert await ends({**tasks, NAMES[5]: last}) == right
+
+
+async def test_no_drain_is_bound_by_steps(life):
+    """The engine takes its steps by itself, so a number of them is a bad argument."""
+    with pytest.raises(InvalidArgument, match="timeout"):
+        await life.sleep(1, max_steps=5)
+    assert life.state is State.AWAKE
+
+
+async def test_a_drain_has_a_deadline(life, right):
+    """Late, it is rolled back, and nobody notices; or it falls through to the mode that was asked for."""
+    tasks = await start(life, max_tokens=LONG, names=NAMES[:2])
+    with pytest.raises(DrainTimeout):
+        await life.sleep(1, timeout=0.05)
+    assert life.state is State.RUNNING
+    report = await life.sleep(1, timeout=0.05, on_timeout="keep")
+    assert report.kept
+    await life.wake_up()
+    assert [len(tokens) for tokens, _, _ in (await ends(tasks)).values()] == [LONG, LONG]
+
+
+async def test_samples_stop_strings_and_deltas_come_through_a_sleep(life):
+    """n=2 with a stop string, as deltas: each sample's tokens and reason are those without the sleep."""
+
+    async def read(name):
+        got = {}
+        asked = params("3", "DELTA", 40, n=2, stop=["e"])
+        async for output in life.generate("prompt number 3", asked, name):
+            for sample in output.outputs:
+                entry = got.setdefault(sample.index, [[], "", None])
+                entry[0] += sample.token_ids
+                entry[1] += sample.text
+                entry[2] = sample.finish_reason or entry[2]
+        return got
+
+    right = await read("whole")
+    assert len(right) == 2
+    for mode in ("wait", "keep"):
+        blockers = await start(life, max_tokens=60, names=NAMES[:2])
+        task = asyncio.create_task(read(f"slept {mode}"))
+        await asyncio.sleep(0.02)
+        await life.sleep(1, mode)
+        await life.wake_up()
+        assert await asyncio.wait_for(task, 30) == right
+        await ends(blockers)
 
 
 async def test_the_report_counts_what_the_drain_computed(life):
