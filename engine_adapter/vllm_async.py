@@ -50,7 +50,8 @@ PRIVATE_SURFACE: Final[Mapping[str, str]] = {
     "output_processor.request_states": "drains: what ended can't be seen",
     "output_processor.parent_requests": "partial outputs of n > 1",
     "output_processor.propagate_error": "failures: outputs that nobody had taken are lost",
-    "engine_core.pause_scheduler_async": "wakes: the scheduler runs before the lifecycle says so",
+    "engine_core.pause_scheduler_async": "keep: in-flight requests can't be frozen",
+    "engine_core.call_utility_async": "wakes: the scheduler runs before the lifecycle says so",
 }
 
 # How long the owner waits for the loop before it looks whether there still is one, in seconds.
@@ -221,8 +222,12 @@ class VllmAsync(VllmFrontEnd):
         """A wake, and the pause again that it ends. Whether all memory is mapped now; None up to 0.25."""
 
         async def wake() -> bool | None:
-            pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            whole, _ = await asyncio.gather(self._own("wake_up")(list(tags)), pause)
+            ask = (
+                self._llm.engine_core.call_utility_async
+            )  # both this way, or the pause may overtake the wake
+            whole, _ = await asyncio.gather(ask("wake_up", list(tags)), ask("pause_scheduler", "keep", False))
+            if self._llm.logger_manager is not None and whole is not False:  # as `AsyncLLM.wake_up` does
+                self._llm.logger_manager.record_sleep_state(0, 0)
             return None if whole is None else bool(whole)
 
         return self._wait(wake())
@@ -335,7 +340,9 @@ class VllmAsync(VllmFrontEnd):
             passage.over = passage.over or passage.inner is None
         inner = [passage.inner for passage in passages if passage.inner is not None]
         if inner:
-            await self._own("abort")(inner, internal=True)
+            # Samples by name: a parent forgets those of which a last output was made.
+            samples = [name for one in inner for name in self._children(one)]
+            await self._own("abort")(list(dict.fromkeys([*samples, *inner])), internal=True)
 
     def last_outputs(self, engine_ids: Sequence[str], reason: str) -> list[Any]:
         """Where one is aborted that is there, vLLM itself says the last word to its reader."""

@@ -123,7 +123,7 @@ class TestVllmAsync(EngineContract):
         assert [(call.samples, call.delta) for call in calls] == [(3, False), (1, False), (1, False)]
 
     def test_bad_arguments_leave_no_trace(self, bench):
-        """`validate` raises ValueError; passed on all the same, the request's reader gets it, and it is gone."""
+        """`validate` raises ValueError; passed on all the same, its reader gets that, and it is gone."""
         engine = bench.engine
         for prompt in ("", "x" * 4000):
             with pytest.raises(ValueError):
@@ -158,8 +158,20 @@ class TestVllmAsync(EngineContract):
             bench.steps(1)
         bench.steps()
 
+    def test_tokens_are_counted_while_in_flight(self, bench):
+        """Once begun, `tokens` rises by one a sample and step; it is 0 for what the engine does not know."""
+        engine = bench.engine
+        engine_id = bench.add("r", tokens=6, n=2)
+        counts = []
+        while engine.condition().requests:
+            bench.steps(1)
+            counts.append(engine.tokens(engine_id))
+        assert counts[counts.index(2) :][:3] == [2, 4, 6]
+        bench.steps()
+        assert engine.tokens(engine_id) == 0
+
     def test_an_aborted_request_is_gone(self, bench):
-        """After `abort` its reader gets vLLM's last word, unknown ids are ignored, and the engine is quiet."""
+        """After `abort` a reader gets vLLM's last word, unknown ids are ignored, the engine is quiet."""
         gone = bench.add("gone", n=2)
         bench.add("stays")
         bench.steps(2)
