@@ -297,8 +297,7 @@ NEED_CHECKS: Final[Mapping[Need, NeedCheck]] = {
         lambda f: (
             _weights_resident(f) and (not f.in_flight or f.kept_may_load or f.weights is not Weights.VALID)
         ),
-        "weights that are resident, and nothing in flight that was computed with them, "
-        "or kept by a pause that says what becomes of it",
+        "weights that are resident, and nothing in flight that pause_generation does not keep",
     ),
     Need.SLEEP: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),
     Need.WAKE: NeedCheck(ALIVE - {_D}, _always, "an engine with no operation under way"),

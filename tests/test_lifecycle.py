@@ -715,10 +715,10 @@ def test_caches_that_stay_are_an_error(run):
 
 def test_a_load_under_requests_is_refused(run):
     """In flight or kept over valid weights: a load would mix the old model with the new."""
-    with pytest.raises(IllegalCall, match="nothing in flight or kept"):
+    with pytest.raises(IllegalCall, match="nothing in flight that pause_generation does not keep"):
         run.lifecycle.reload_weights()
     run.lifecycle.sleep(0, "keep")
-    with pytest.raises(IllegalCall, match="nothing in flight or kept"):
+    with pytest.raises(IllegalCall, match="nothing in flight that pause_generation does not keep"):
         run.lifecycle.collective_rpc("update_weight")
     run.lifecycle.wake_up()
     everything_right(run)
@@ -1301,7 +1301,7 @@ def test_the_way_out_says_what_happened(run):
 def test_a_load_under_requests_names_them(run):
     """The refusal of a load says whose requests are in the way."""
     run.lifecycle.step()
-    with pytest.raises(IllegalCall, match=r"computed with them \(in flight: .*\); legal now"):
+    with pytest.raises(IllegalCall, match=r"pause_generation does not keep \(in flight: .*\); legal now"):
         run.lifecycle.reload_weights()
 
 

@@ -309,7 +309,7 @@ MISTAKES = [
         ignore_a_failed_sleep,
         IllegalCall,
         r"cannot update_weights_via_ipc_handles while running: it needs weights that are resident, and "
-        r"nothing in flight or kept that was computed with them \(in flight: 0, 1, 2\); legal now: .*step",
+        r"nothing in flight that pause_generation does not keep \(in flight: 0, 1, 2\); legal now: .*step",
         llm=NEMO_RL,
     ),
     Mistake(
