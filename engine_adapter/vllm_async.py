@@ -41,7 +41,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine_adapter.vllm_inprocess import BAD_ARGUMENT, VllmFrontEnd, refuse_without
-from lifecycle.engine import Call, Capabilities, Condition, Found, Memory, PassThrough, Progress
+from lifecycle.engine import Call, Capabilities, Condition, Found, Memory, PassThrough, Progress, outcome_of
 from lifecycle.errors import InvalidArgument
 from lifecycle.table import LEVELS, MEMORY_TAGS
 
@@ -274,7 +274,7 @@ class VllmAsync(VllmFrontEnd):
             if passage.is_over():  # taken back: this is vLLM's word for an abort
                 return
             if output.finished:
-                self._end(passage)
+                self._end(passage, "" if output is _STREAM_FINISHED else outcome_of(output))
             if output is not _STREAM_FINISHED:
                 yield output
 
@@ -300,15 +300,17 @@ class VllmAsync(VllmFrontEnd):
         passage.collector = collector
         self._is_there(passage, collector.request_id)
 
-    def _end(self, passage: _Passage) -> None:
+    def _end(self, passage: _Passage, outcome: str) -> None:
         """In the loop: its last output is with its reader."""
         passage.over = True
         if self._passages.pop(passage.engine_id, None) is not None:
-            self._news.append(self._news_of_end(passage))
+            self._news.append(self._news_of_end(passage, outcome))
             self._notify(None)
 
-    def _news_of_end(self, passage: _Passage, final: Any = None) -> PassThrough:
-        return PassThrough(passage.call.request_id, finished=True, final=final, tokens=_tokens_of(passage))
+    def _news_of_end(self, passage: _Passage, outcome: str, final: Any = None) -> PassThrough:
+        return PassThrough(
+            passage.call.request_id, finished=True, final=final, tokens=_tokens_of(passage), outcome=outcome
+        )
 
     def step(self) -> list[Any]:
         """What began and what ended since; nothing is computed here."""
@@ -327,7 +329,9 @@ class VllmAsync(VllmFrontEnd):
         for passage in list(self._passages.values()):
             unfinished = passage.inner is None or passage.states.keys() & self._states.keys()
             if not unfinished and self._passages.pop(passage.engine_id, None) is not None:
-                self._news.append(self._news_of_end(passage))
+                untaken = passage.collector.output
+                outcome = outcome_of(untaken) if isinstance(untaken, RequestOutput) else ""
+                self._news.append(self._news_of_end(passage, outcome))
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """A reader gets what vLLM says to that, unless its request was not there yet, or taken back."""
@@ -349,7 +353,9 @@ class VllmAsync(VllmFrontEnd):
         passages = [self._passages[name] for name in engine_ids if name in self._passages]
         if not passages:
             return []
-        return self._in_loop(lambda: [self._news_of_end(one, self._final(one, reason)) for one in passages])
+        return self._in_loop(
+            lambda: [self._news_of_end(one, reason, self._final(one, reason)) for one in passages]
+        )
 
     def _final(self, passage: _Passage, reason: str) -> Any:
         """In the loop: the last output, where its reader gets none from vLLM."""
@@ -406,6 +412,7 @@ class VllmAsync(VllmFrontEnd):
             tokens=later.tokens,
             outputs=later.outputs or earlier.outputs,
             final=later.final,
+            outcome=later.outcome,
         )
 
     # -- scheduling ------------------------------------------------------------------------------------

@@ -32,11 +32,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
-from lifecycle.audit import EventLog, Sink, structlog_sink
+from lifecycle.audit.log import from_environment
 from lifecycle.core import Core, is_duration
 from lifecycle.engine import Engine, LoadReport, PassThrough, SleepReport, Snapshot, WakeReport
 from lifecycle.engine_thread import Batch, EngineThread
 from lifecycle.errors import Closed, IllegalCall, InvalidArgument, names
+from lifecycle.events import EventLog, Sink, structlog_sink
 from lifecycle.table import ASLEEP, State
 from lifecycle.watchdog import Watchdog
 
@@ -128,7 +129,8 @@ class AsyncLifecycle:
         if not callable(build):
             raise InvalidArgument(f"build must be a callable that makes an engine, not {build!r}")
         note = weakref.WeakMethod(self._note_event)  # else the log would keep this object for ever
-        self._events = EventLog(name, rank, (*sinks, lambda _: _call(note)), event_capacity)
+        sinks = (*sinks, *from_environment(rank), lambda _: _call(note))
+        self._events = EventLog(name, rank, sinks, event_capacity)
         options = {
             "weights": weights,
             "max_held": max_held,
@@ -147,6 +149,7 @@ class AsyncLifecycle:
         self._closing: asyncio.Task[None] | None = None
         _living.add(self)
         weakref.finalize(self, _abandon, self._owner).atexit = False
+        weakref.finalize(self, self._events.end, clean=False)
 
     @classmethod
     def from_async_llm(

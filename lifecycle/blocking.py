@@ -31,10 +31,11 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, Final, Self, TextIO
 
-from lifecycle.audit import EventLog, Sink, structlog_sink
+from lifecycle.audit.log import from_environment
 from lifecycle.core import Core
 from lifecycle.engine import Capabilities, Engine, LoadReport, SleepReport, Snapshot, WakeReport
 from lifecycle.errors import IllegalCall
+from lifecycle.events import EventLog, Sink, structlog_sink
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import ASLEEP, Need, State
@@ -211,12 +212,13 @@ class Lifecycle:
         event_capacity: int = 4096,
     ) -> None:
         self._build: Callable[[], Engine] | None = None
-        if isinstance(engine, type) or not isinstance(engine, Engine):
-            self._build, engine = engine, engine()
+        events = EventLog(name, rank, (*sinks, *from_environment(rank)), event_capacity)
         try:
+            if isinstance(engine, type) or not isinstance(engine, Engine):
+                self._build, engine = engine, engine()
             self._core = Core(
                 engine,
-                EventLog(name, rank, sinks, event_capacity),
+                events,
                 weights=weights,
                 max_held=max_held,
                 stall_s=stall_s,
@@ -226,7 +228,8 @@ class Lifecycle:
             )
             self._core.events.deliver()
         except BaseException:
-            if self._build is not None:  # nobody else has it to shut it down
+            events.end(clean=False)
+            if self._build is not None and isinstance(engine, Engine):  # nobody else has it to shut it down
                 engine.shutdown()
             raise
         self._owned = True
@@ -240,6 +243,7 @@ class Lifecycle:
         _living.add(self)
         # The core is in reference cycles with its machine; the engine must not wait for a collection.
         weakref.finalize(self, self._core.let_go, shutdown=False).atexit = False
+        weakref.finalize(self, events.end, clean=False)
 
     def _forget_parent(self) -> None:
         """In a forked child: refuse everything, and wait for no lock of a thread that is gone."""

@@ -25,13 +25,12 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn, TypeVar
 
 from transitions import Machine
 
 from lifecycle import table
-from lifecycle.audit import EventLog
 from lifecycle.engine import (
     Call,
     Condition,
@@ -40,8 +39,10 @@ from lifecycle.engine import (
     Memory,
     Operation,
     OutOfDeviceMemory,
+    PassThrough,
     Snapshot,
     WakeReport,
+    outcome_of,
 )
 from lifecycle.errors import (
     AdmissionClosed,
@@ -53,11 +54,13 @@ from lifecycle.errors import (
     InvalidArgument,
     LifecycleError,
     RequestAborted,
+    Unaudited,
     WakeFailed,
     WeightsNotValid,
     names,
     some,
 )
+from lifecycle.events import EventLog
 from lifecycle.requests import Ledger, Record, Scope
 from lifecycle.sleep import Sleep, SleepRequest
 from lifecycle.table import KV_CACHE, MEMORY_TAGS, SCHEDULING, WEIGHTS, Facts, Need, State, Trigger, Weights
@@ -103,6 +106,8 @@ class Core:
             raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
         self.ledger = Ledger(anybody)
+        if events.requests:
+            self.ledger.on_begin, self.ledger.on_end = self._note_begin, self._note_end
         self.max_held = max_held
         self.stall_s = stall_s
         self.strict_release = strict_release
@@ -387,35 +392,22 @@ class Core:
         effect: Callable[[], Any],
         *,
         passes: tuple[type[BaseException], ...] = (),
-        announce: bool = False,
     ) -> Any:
         """Run an engine call, visible from other threads while it runs.
 
         An exception of a type in `passes` is the caller's to see; any other one is the
-        engine's failure. announce: it can block, so say that it begins before it does.
+        engine's failure.
         """
-        if announce:
-            self.begin_operation(call)
         started = time.monotonic()
         around, self.operation = self.operation, Operation(call, started)
-        error: BaseException | None = None
         try:
             return effect()
-        except passes as known:
-            error = known
+        except passes:
             raise
         except BaseException as cause:  # noqa: BLE001  (fail_with raises)
-            error = cause
             self.fail_with(call, cause)
         finally:
             self.operation = around
-            if announce:
-                self.events.emit(
-                    "operation_end",
-                    call=call,
-                    duration_s=time.monotonic() - started,
-                    error=None if error is None else repr(error),
-                )
 
     @contextmanager
     def reading_engine(self, call: str) -> Iterator[None]:
@@ -437,9 +429,35 @@ class Core:
         finally:
             self.operation = around
 
-    def begin_operation(self, call: str) -> None:
-        """Say what begins: if it hangs or the process dies, this is the last that is known."""
+    def begin_operation(self, call: str, *, audited: bool = False) -> None:
+        """Say what begins: if it hangs or the process dies, this is the last that is known.
+
+        audited: raise Unaudited, before anything is touched, where somebody must record it and can't.
+        """
         self.events.emit("operation_begin", call=call, state=self.state.value, **self._fields())
+        why = self.events.unaudited() if audited else None
+        if why is not None:
+            self.end_operation(call, error="not begun")
+            self.refuse(Unaudited, call, why)
+
+    def end_operation(self, call: str, started: float | None = None, error: str | None = None) -> None:
+        """Say that it is over, and how. started: by the monotonic clock, where it is known."""
+        duration_s = None if started is None else time.monotonic() - started
+        self.events.emit("operation_end", call=call, duration_s=duration_s, error=error)
+
+    @contextmanager
+    def announced(self, call: str, *, audited: bool = False) -> Iterator[None]:
+        """What can block is said before and after."""
+        self.begin_operation(call, audited=audited)
+        started = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            self.end_operation(
+                call, started, repr(error.__cause__ if isinstance(error, EngineFailed) else error)
+            )
+            raise
+        self.end_operation(call, started)
 
     def fail_with(self, call: str, cause: BaseException) -> NoReturn:
         """Fail, and raise what the caller gets: a KeyboardInterrupt stays what it is."""
@@ -461,7 +479,8 @@ class Core:
                 self.events.emit("request_rejected", call=record.request_id, error=repr(why))
                 interrupt = interrupt or (None if isinstance(why, Exception) else why)
                 lost.append(record)
-        self.transition = None
+        if self.transition is not None:
+            self.transition.abandon(repr(cause))
         restart = _lost_context(cause)
         hint = "recover() or close()" if self.rebuildable else "close(), and build a new one"
         if restart:
@@ -504,6 +523,8 @@ class Core:
         ends = [output.finished for output in outputs if output.request_id == record.request_id]
         if len(ends) != len(outputs) or ends != [False] * (len(ends) - 1) + [True]:
             raise RuntimeError(f"last_outputs() of {record.request_id} returned {outputs!r}")
+        if self.ledger.on_end is not None:
+            self._count(outputs)
         for output in outputs:
             self.ledger.post(record, output)
 
@@ -654,7 +675,7 @@ class Core:
         except Exception as error:  # noqa: BLE001  (it fails with it)
             self._fail_with_outputs(outputs, error)
         for place, record in ended:
-            if not ledger.finished(record):  # twice
+            if not ledger.finished(record, outputs[place]):  # twice
                 strays.append(place)
         if not in_flight:
             self._settle()
@@ -692,7 +713,7 @@ class Core:
             else:
                 mine.append(output)
                 if output.finished:
-                    ledger.finished(record)
+                    ledger.finished(record, output)
                     ledger.hand_out(record, output, owner)
         self._settle()
         return mine
@@ -734,7 +755,9 @@ class Core:
         if type(outputs) is not list:
             self.fail_with("step", TypeError(f"step() returned {outputs!r}, not a list"))
         if outputs and len(set(map(id, outputs))) < len(outputs):
-            return self._each_once(outputs)
+            outputs = self._each_once(outputs)
+        if outputs and self.ledger.on_end is not None:
+            self._count(outputs)
         return outputs
 
     def _each_once(self, outputs: list[Any]) -> list[Any]:
@@ -748,6 +771,47 @@ class Core:
     def note_stray(self, output: Any) -> None:
         """An output of a request that already ended, or never began, reaches nobody."""
         self.events.emit_repeatable("unexpected_output", call=str(getattr(output, "request_id", None)))
+
+    # -- requests, for who records them ----------------------------------------------------------------
+
+    def _note_begin(self, record: Record) -> None:
+        record.since = time.monotonic()
+        self.events.emit(
+            "request_admitted",
+            request=record.request_id,
+            held=not record.engine_id,
+            epoch=record.epoch,
+            prompt=record.call.prompt if self.events.texts else None,
+        )
+
+    def _note_end(self, record: Record, output: Any, error: Exception | None) -> None:
+        if output is None and record.engine_id:  # nothing comes of it: ask, as long as the engine knows
+            with suppress(Exception):
+                record.tokens = self.engine.tokens(record.engine_id)
+        self.events.emit(
+            "request_finished",
+            request=record.request_id,
+            outcome=_OUTCOMES.get(type(error), "error")
+            if output is None
+            else outcome_of(output) or "finished",
+            tokens=record.tokens,
+            epoch=record.epoch,
+            version=self.weights.version,
+            duration_s=time.monotonic() - record.since,
+            texts=record.texts or None,
+        )
+
+    def _count(self, outputs: list[Any]) -> None:
+        """Tokens and texts so far. Outputs that have all of them need not be read before the last."""
+        for output in outputs:
+            record = self.ledger.in_flight.get(getattr(output, "request_id", ""))
+            if record is None or not (output.finished or record.call.delta):
+                continue
+            adds = record.call.delta and not isinstance(output, PassThrough)
+            with suppress(Exception):  # an output that can't be understood fails where it is handed out
+                record.tokens = record.tokens * adds + self.engine.count_tokens(output)
+                if self.events.texts and isinstance(output.outputs, list):
+                    record.texts = _texts(record.texts if adds else [], output.outputs)
 
     # -- sleep: what a `Sleep` is made of --------------------------------------------------------------
 
@@ -952,7 +1016,8 @@ class Core:
         """Have the engine map these tags, and read what came back. Returns why not all of it."""
         short: OutOfDeviceMemory | None = None
         try:
-            self.run("wake_up", lambda: self.engine.wake_up(tags), passes=(OutOfDeviceMemory,), announce=True)
+            with self.announced("wake_up"):
+                self.run("wake_up", lambda: self.engine.wake_up(tags), passes=(OutOfDeviceMemory,))
         except OutOfDeviceMemory as cause:
             short = cause
         resident = self.condition().resident
@@ -1012,7 +1077,8 @@ class Core:
                 self.step_for_others()
             if self.read("has_work", bool):
                 self.refuse(IllegalCall, "release_kv_cache_memory", "the engine still has work to flush")
-        self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory, announce=True)
+        with self.announced("release_kv_cache_memory"):
+            self.run("release_kv_cache_memory", self.engine.release_kv_cache_memory)
         with self.reading_engine("release_kv_cache_memory"):
             condition = self.condition()
             if not condition.paused or condition.resident != {WEIGHTS}:
@@ -1030,11 +1096,12 @@ class Core:
         """
         self.require(call, Need.LOADING)
         opens = call in _UPDATE_BEGINS
-        try:
-            result = self.run(call, effect, passes=(Exception,), announce=True)
-        except Exception as error:
-            self._taint(f"{call} failed ({error!r})")
-            raise
+        with self.announced(call, audited=True):
+            try:
+                result = self.run(call, effect, passes=(Exception,))
+            except Exception as error:
+                self._taint(f"{call} failed ({error!r})")
+                raise
         if opens:
             self._taint(f"{call} began an update that has not finished", opens_update=True)
             return result
@@ -1146,16 +1213,17 @@ class Core:
         self.require("recover")
         if _lost_context(self.cause):
             self.refuse(IllegalCall, "recover", "the device context is lost: restart the process")
-        self.begin_operation("recover")
+        with self.announced("recover"):
+            return self._recover(build)
+
+    def _recover(self, build: Callable[[], Engine]) -> tuple[str, ...]:
         started = time.monotonic()
         self.operation = Operation("recover", started)
         try:
             # The old engine's shutdown takes torch.distributed down for the whole process,
             # so nothing of it may be left once the new one exists.
-            try:
+            with suppress(Exception), self.announced("shutdown"):  # of an engine that is known to be broken
                 self.let_go(shutdown=True)
-            except Exception as error:  # noqa: BLE001  (of an engine that is known to be broken)
-                self.events.emit("operation_end", call="shutdown", error=repr(error))
             _forget_frames(self.cause)
             gc.collect()
             engine = build()
@@ -1202,9 +1270,28 @@ class Core:
         unserved = list(self.ledger.held)
         for record in [*self.ledger.held.values(), *self.ledger.in_flight.values()]:
             self.ledger.drop(record, closed(record.request_id))
-        self.transition = None
+        if self.transition is not None:
+            self.transition.abandon("closed")
         self.fire(Trigger.CLOSE)
         self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
+        self.events.end(clean=True)
+
+
+# What became of a request that has no last output, by what its caller is told. None: its caller's own wish.
+_OUTCOMES: Final[Mapping[type, str]] = {
+    type(None): "abort",
+    RequestAborted: "abort",
+    InvalidArgument: "rejected",
+    Closed: "closed",
+}
+
+
+def _texts(so_far: list[str], samples: list[Any]) -> list[str]:
+    """The texts of all samples, by their index, after these outputs."""
+    texts = dict(enumerate(so_far))
+    for sample in samples:
+        texts[sample.index] = texts.get(sample.index, "") + sample.text
+    return [texts[index] for index in sorted(texts)]
 
 
 def closed(what: str) -> Closed:

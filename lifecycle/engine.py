@@ -252,6 +252,7 @@ class PassThrough:
 
     outputs: makes the iterator of them, for the request's reader; it ends after the last one, or
     without it. final: the last one, where `outputs` does not have it. tokens: all of a finished request.
+    outcome: why it ended, as vLLM's finish reasons say it.
     """
 
     request_id: str
@@ -259,6 +260,15 @@ class PassThrough:
     outputs: Callable[[], AsyncGenerator[Any, None]] | None = None
     final: Any = None
     tokens: int = 0
+    outcome: str = ""
+
+
+def outcome_of(output: Any) -> str:
+    """Why a request ended, by its last output: the finish reasons of its samples; "" if it says none."""
+    if isinstance(output, PassThrough):
+        return output.outcome
+    samples = output.outputs if isinstance(output.outputs, list) else ()  # a pooling output has none
+    return "+".join(sorted({str(sample.finish_reason) for sample in samples if sample.finish_reason}))
 
 
 @runtime_checkable

@@ -21,10 +21,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
-from lifecycle.audit import EventLog
 from lifecycle.core import Core, closed
 from lifecycle.engine import Engine, SelfDriven
 from lifecycle.errors import DrainStalled, IllegalCall, InternalError, LifecycleError
+from lifecycle.events import EventLog
 from lifecycle.requests import Scope
 from lifecycle.sleep import Sleep
 from lifecycle.table import ALIVE, State

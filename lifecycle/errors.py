@@ -4,6 +4,7 @@
     |-- IllegalCall (RuntimeError)      yours: the call is wrong in this state; nothing changed
     |   |-- AdmissionClosed             yours: not admitted while asleep, and holding is full or off
     |   |-- WeightsNotValid             yours: load the weights first
+    |   |-- Unaudited                   the disk's: a strict audit log can't record it
     |   `-- Closed                      yours: closed, detached, or in a forked child
     |-- InvalidArgument (ValueError)    yours: the argument is wrong in any state; nothing changed
     |-- RequestAborted                  yours: it was aborted while it was held, so it has no output
@@ -73,6 +74,13 @@ class WeightsNotValid(IllegalCall):
 
     Fields, beside `IllegalCall`'s: `weights` (their condition) and `missing`, the names
     of parameters never loaded, where that can be seen.
+    """
+
+
+class Unaudited(IllegalCall):
+    """A strict audit log could not put on disk that this sleep or load begins. It did not begin.
+
+    Raised while the disk takes nothing; the log says so itself when it does again.
     """
 
 

@@ -20,11 +20,14 @@ An *owner* is whoever may take a request's outputs, as a `Scope`: one blocking c
 one of the ledger's own two: `anybody`, and `enqueued` for what `LLM.enqueue` left for
 `wait_for_completion` (and for anybody who steps by hand).
 
+Whoever sets `on_begin` and `on_end` is told of every request once when it becomes live and
+once when its end is known, however it ends; nobody asks for that unless it is recorded.
+
 Plain data: no engine, no lock, no clock.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lifecycle.engine import Call
@@ -54,7 +57,7 @@ class Scope:
 class Record:
     """One live request. handle is the id that `add_request` returned to the caller."""
 
-    __slots__ = ("call", "engine_id", "epoch", "handle", "owner", "seq")
+    __slots__ = ("call", "engine_id", "epoch", "handle", "owner", "seq", "since", "texts", "tokens")
 
     def __init__(self, call: Call, seq: int, owner: Scope, epoch: int) -> None:
         self.call = call
@@ -63,6 +66,9 @@ class Record:
         self.epoch = epoch
         self.engine_id = ""  # while it is inside the engine
         self.handle = ""
+        self.since = 0.0  # from here on for whoever records requests: monotonic, in seconds
+        self.tokens = 0
+        self.texts: list[str] = []  # of each sample
 
     @property
     def request_id(self) -> str:
@@ -86,6 +92,10 @@ class Ledger:
         self.anybody = anybody or Scope("anybody")
         self.enqueued = Scope("enqueue")
         self.scoped = 0  # live requests that belong to a blocking call
+        self.on_begin: Callable[[Record], None] | None = None
+        self.on_end: Callable[[Record, Any, Exception | None], None] | None = (
+            None  # its last output, or why none
+        )
         self._handles: dict[str, Record] = {}
         self._seq = 0
 
@@ -160,6 +170,8 @@ class Ledger:
         record = self._enter(call, owner, epoch)
         record.handle = engine_id
         self.into_engine(record, engine_id)
+        if self.on_begin is not None:
+            self.on_begin(record)
         return record
 
     def hold(self, call: Call, owner: Scope | None, epoch: int) -> Record:
@@ -168,6 +180,8 @@ class Ledger:
         record.handle = f"{call.request_id}-held{record.seq}"
         self._handles[record.handle] = record
         self.held[call.request_id] = record
+        if self.on_begin is not None:
+            self.on_begin(record)
         return record
 
     def into_engine(self, record: Record, engine_id: str) -> None:
@@ -191,20 +205,28 @@ class Ledger:
 
     # -- ends ------------------------------------------------------------------------------------------
 
-    def finished(self, record: Record) -> bool:
+    def finished(self, record: Record, output: Any) -> bool:
         """Its last output goes straight to its caller. False if it had ended before."""
         if self.in_flight.pop(record.request_id, None) is None:
             return False
         self._forget(record)
+        if self.on_end is not None:
+            self.on_end(record, output, None)
         return True
 
     def post(self, record: Record, output: Any) -> None:
         """An output waits in the mailbox; its last one ends the request. The output is a snapshot."""
         self.mailbox.append((record, output))
         if output.finished:
-            self.in_flight.pop(record.request_id, None)
-            self.held.pop(record.request_id, None)
+            was_live = self._leave(record)
             self.undelivered[record.request_id] = record
+            if was_live and self.on_end is not None:
+                self.on_end(record, output, None)
+
+    def _leave(self, record: Record) -> bool:
+        """It neither runs nor is held any more. Whether it did, or was."""
+        ran, was_held = (place.pop(record.request_id, None) for place in (self.in_flight, self.held))
+        return ran is not None or was_held is not None
 
     def take(self, owner: Scope | None) -> list[Any]:
         """Everything in the mailbox that this caller may have, in order, once."""
@@ -233,11 +255,13 @@ class Ledger:
         error: what its caller must be told instead of an output.
         """
         record.owner.lose(record.request_id, error)
-        for place in (self.in_flight, self.held, self.undelivered):
-            place.pop(record.request_id, None)
+        was_live = self._leave(record)
+        self.undelivered.pop(record.request_id, None)
         if any(entry is record for entry, _ in self.mailbox):
             self.mailbox = deque(item for item in self.mailbox if item[0] is not record)
         self._forget(record)
+        if was_live and self.on_end is not None:
+            self.on_end(record, None, error)
 
     def _forget(self, record: Record) -> None:
         self._count(record.owner, -1)

@@ -32,6 +32,7 @@ from lifecycle.errors import (
     DrainTimeout,
     IllegalCall,
     ReleaseFailed,
+    Unaudited,
     some,
 )
 from lifecycle.table import MEMORY_TAGS, WEIGHTS, State, Trigger
@@ -90,6 +91,8 @@ class Sleep:
         self._progress: Progress | None = None
         self._progress_at = self._said_at = self.started
         self._trigger = Trigger.SLEPT
+        self._advancing = False
+        self._abandoned: str | None = None  # why, while its phase still runs
         self._phase: Callable[[], None] = self._drain
         if core.state in table.SERVING:
             self._begin_drain()
@@ -113,8 +116,14 @@ class Sleep:
             if self._core.transition is not self:
                 self._core.require("sleep")  # it failed, or was closed
                 raise self.cancelled("another call ended it")
-            with self._core.reading_engine(str(self)):
-                self._phase()
+            self._advancing = True
+            try:
+                with self._core.reading_engine(str(self)):
+                    self._phase()
+            finally:
+                self._advancing = False
+                if self._abandoned is not None:
+                    self.abandon(self._abandoned)
         return self.report
 
     def remaining(self) -> tuple[str, ...]:
@@ -125,7 +134,7 @@ class Sleep:
 
     def _begin_drain(self) -> None:
         core = self._core
-        core.begin_operation(str(self))
+        core.begin_operation(str(self), audited=True)
         core.transition = self
         self.draining = True
         core.fire(Trigger.DRAIN)
@@ -150,7 +159,7 @@ class Sleep:
                 str(self),
                 f"{facts.in_flight} kept requests can't finish while asleep: use mode='keep' or mode='abort'",
             )
-        core.begin_operation(str(self))
+        core.begin_operation(str(self), audited=True)
         core.transition = self
         if self.mode == "abort":
             self.aborted = core.end_all("abort")
@@ -277,11 +286,29 @@ class Sleep:
             return False
         self.draining = False
         core.transition = None
-        core.schedule(on=True)
-        core.readmit()
-        core.fire(Trigger.ROLL_BACK, call=str(self), duration_s=time.monotonic() - self.started)
-        core.events.emit("operation_end", call=str(self), error="rolled back")
+        try:
+            core.schedule(on=True)
+            core.readmit()
+        except BaseException as error:
+            core.end_operation(str(self), self.started, repr(error.__cause__ or error))
+            raise
+        core.fire(Trigger.ROLL_BACK, **self._fields())
+        core.end_operation(str(self), self.started, "rolled back")
         return True
+
+    def abandon(self, why: str) -> None:
+        """It will not come to its end: the engine failed, or is closed. Said once its phase is over."""
+        self._core.transition = None
+        if self._advancing:
+            self._abandoned = why
+        else:
+            self._abandoned = None
+            self._core.end_operation(str(self), self.started, why)
+
+    def _fields(self) -> dict[str, Any]:
+        """What the transition at its end says of it."""
+        seconds = time.monotonic() - self.started
+        return {"call": str(self), "duration_s": seconds, "steps": self.steps, "tokens": self.tokens}
 
     def cancelled(self, why: str) -> DrainCancelled:
         """The error of a drain that `cancel()` rolled back."""
@@ -310,7 +337,13 @@ class Sleep:
         core, level = self._core, self._request.level
         drained_at = time.monotonic()
         before = core.read("memory", Memory)
-        core.run("sleep", lambda: core.engine.sleep(level), announce=True)
+        try:
+            with core.announced("sleep", audited=True):
+                core.run("sleep", lambda: core.engine.sleep(level))
+        except Unaudited:
+            if not self.cancel():
+                self.abandon("not begun")
+            raise
         condition = core.condition()
         if not condition.paused or condition.resident != (frozenset() if level else MEMORY_TAGS):
             core.fail_with("sleep", RuntimeError(f"sleep({level}) returned, but the engine is {condition}"))
@@ -319,7 +352,7 @@ class Sleep:
         core.note_pause(self._request)
         self.draining = False
         core.transition = None
-        core.fire(self._trigger, call=str(self), duration_s=time.monotonic() - self.started)
+        core.fire(self._trigger, **self._fields(), drain_s=drained_at - self.started)
         short = self._falls_short(before, after)
         self.report = SleepReport(
             level=level,
@@ -340,7 +373,7 @@ class Sleep:
             warnings=(*self._warnings, *((short,) if short else ())),
         )
         core.note_memory("sleep", before, after, error=short)
-        core.events.emit("operation_end", call=str(self), duration_s=time.monotonic() - self.started)
+        core.end_operation(str(self), self.started)
         if short and core.strict_release:
             raise ReleaseFailed(
                 f"{self}: {short}",

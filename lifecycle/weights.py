@@ -20,9 +20,9 @@ end of the update, or the caller's word cures that.
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from lifecycle.audit import EventLog
 from lifecycle.engine import Engine
 from lifecycle.errors import InvalidArgument, UnsupportedEngine, names, some
+from lifecycle.events import EventLog
 from lifecycle.table import Weights
 
 POLICIES: Final = ("checked", "declared", "unchecked")

@@ -19,6 +19,7 @@ from types import AsyncGeneratorType, CoroutineType
 
 from engine_adapter.simulated import SimulatedEngine
 from lifecycle import AsyncLifecycle, asynchronous
+from tests.audit_runs import Replayed
 
 NEVER_ENDS = 5_000  # turns after which something that should come to rest has not
 SOURCE = Path(asynchronous.__file__)
@@ -108,7 +109,8 @@ class Bench:
         self.build_fault = None
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
-        self.life = AsyncLifecycle(self.build, **{"sinks": (), **options})
+        self.told = Replayed()
+        self.life = AsyncLifecycle(self.build, **{**options, "sinks": (*options.get("sinks", ()), self.told)})
         self.owner = self.life._owner
         self.baton = Baton(self.owner)
 
@@ -182,6 +184,7 @@ class Bench:
         found += [f"misuse: {line}" for engine in self.engines for line in engine.misuse]
         if self.core is not None and not self.baton.hang:
             found += self.core.check()
+            found += self.told.check(self.core)
             found += self._disowned(self.core.transition)
         return found
 

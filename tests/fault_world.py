@@ -13,6 +13,7 @@ from engine_adapter.simulated import (
 )
 from lifecycle import DrainTimeout, Lifecycle, State
 from lifecycle.engine import Engine
+from tests.audit_runs import Replayed
 
 # `merge_outputs` is not among them: it touches no engine, and only streams need it (see test_asynchronous).
 CALLS = tuple(
@@ -80,7 +81,8 @@ class World:
         self.lifecycle = None
 
     def start(self):
-        self.lifecycle = Lifecycle(self._build, sinks=(), **self._options)
+        self.told = Replayed(requests=False)
+        self.lifecycle = Lifecycle(self._build, sinks=(self.told,), **self._options)
         return self
 
     def _build(self):
@@ -160,6 +162,7 @@ class World:
     def sound(self):
         assert self.lifecycle.check() == []
         assert [engine.misuse for engine in self.engines] == [[] for _ in self.engines]
+        assert self.told.check(self.core) == []
 
     # -- back to service ---------------------------------------------------------------------------
 

@@ -573,6 +573,7 @@ class Machine(RuleBasedStateMachine):
         lifecycle, world = self.bench.lifecycle, self.world
         assert lifecycle.check() == []
         assert self.bench.misuse() == []
+        assert self.bench.told.check(lifecycle._core) == []
         self.look()
         snapshot = lifecycle.snapshot()
         assert snapshot.state == world.state, (snapshot, world)

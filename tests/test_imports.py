@@ -9,12 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    *("table", "errors", "engine", "requests", "audit", "weights", "sleep", "core", "blocking", "cli"),
+    *("table", "errors", "engine", "requests", "events", "weights", "sleep", "core"),
+    *("audit.format", "audit.file", "audit.log", "blocking"),
+    *("audit.reading", "audit.replay", "cli"),
     *("testing.faults", "testing.recorder", "testing.contract", "testing.plugin"),
 ]
 SOLE_IMPORTERS = {
     "transitions": {"lifecycle/core.py"},
-    "structlog": {"lifecycle/audit.py"},
+    "structlog": {"lifecycle/events.py"},
     "vllm": {"engine_adapter/vllm_inprocess.py", "engine_adapter/vllm_async.py"},
 }
 

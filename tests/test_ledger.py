@@ -160,7 +160,7 @@ def test_delivered_means_that_nothing_is_left_to_compute(place):
         if place == "undelivered":
             ledger.post(record, Out("q", finished=True))
     assert ledger.all_delivered(ledger.enqueued) is (place == "undelivered")
-    ledger.finished(other)
+    ledger.finished(other, Out("other", finished=True))
     assert ledger.all_delivered(ledger.anybody)
 
 
@@ -287,8 +287,8 @@ def test_a_request_ends_once():
     """A second last output finds nothing to end, and no count goes wrong by it."""
     ledger = Ledger()
     record = ledger.admit(call("r"), "r-1", None, 0)
-    assert ledger.finished(record)
-    assert not ledger.finished(record)
+    assert ledger.finished(record, Out("r", finished=True))
+    assert not ledger.finished(record, Out("r", finished=True))
     assert (ledger.anybody.live, ledger.check()) == (0, [])
 
 

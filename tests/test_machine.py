@@ -27,6 +27,7 @@ from lifecycle import Lifecycle, State
 from lifecycle.testing import strategies
 from lifecycle.testing.strategies import ScriptedFault
 from tests import report
+from tests.audit_runs import Replayed
 from tests.conftest import undo
 from tests.engines import model_dir, worker
 from tests.machine import Machine, Reached
@@ -79,7 +80,8 @@ class SimulatedBench:
 
     def open(self, sink):
         held = 2 if self.next_found == "small" else None
-        self.lifecycle = Lifecycle(self.build, sinks=(sink,), max_held=held)
+        self.told = Replayed()
+        self.lifecycle = Lifecycle(self.build, sinks=(sink, self.told), max_held=held)
         self.world = self.found_world(max_held=held)
 
     def build(self):
@@ -298,7 +300,8 @@ class AttachedBench(SimulatedBench):
     def open(self, sink):
         self.build()
         held = 2 if self.next_found == "small" else None
-        self.lifecycle = attach(self.llm, sinks=(sink,), max_held=held)
+        self.told = Replayed()
+        self.lifecycle = attach(self.llm, sinks=(sink, self.told), max_held=held)
         self.world = self.found_world(max_held=held, rebuildable=False)
 
     def _add(self, name, prompt, options):
@@ -365,7 +368,8 @@ class VllmBench(AttachedBench):
 
     def open(self, sink):
         self.next_found = "awake"
-        self.lifecycle = attach(self.llm, sinks=(sink,))
+        self.told = Replayed()
+        self.lifecycle = attach(self.llm, sinks=(sink, self.told))
         self.world = World({"k_proj": 1, "rest": 1}, rebuildable=False)
         self.requests = Requests(self.uninterrupted)
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from lifecycle.audit import Event
+from lifecycle.events import Event
 
 
 class EventRecorder:

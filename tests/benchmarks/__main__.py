@@ -15,13 +15,14 @@ import json
 import sys
 from pathlib import Path
 
-from tests.benchmarks import drain, held, self_driven, steps, streams, throughput
+from tests.benchmarks import audit, drain, held, self_driven, steps, streams, throughput
 from tests.benchmarks.measure import Line, print_line, print_title
 
 # Those without a model come first: the memory of held requests is best measured in a small process.
 GROUPS = {
     "steps": steps.run,
     "held": held.run,
+    "audit": audit.run,
     "throughput": throughput.run,
     "drain": drain.run,
     "wake": held.run_on_vllm,

@@ -4,17 +4,23 @@ Theory of operation
 -------------------
 `EventLog.emit` makes one flat dict with a dense `seq`, keeps the last `capacity` of
 them and hands each to the sinks. A sink is any callable that takes the dict; one that
-raises is counted and said once, never raised into the engine's path. A Ctrl-C that comes
+raises is counted and said, never raised into the engine's path. A Ctrl-C that comes
 out of a sink waits until the call is over (`deliver`): between an effect and the note of
 it nothing may be cut. Refusals and no-ops that repeat within one state are coalesced:
-the first event's `count` grows.
+the first event's `count` grows in memory, and a `repeated` event tells the sinks at the
+end of that state.
+
+A sink may have more than a call. `requests` and `texts`, if true, ask for events of each
+request, and for its texts in them. A `DurableSink` is told of the beginning and the end,
+and may forbid an operation that it could not record.
 
 Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
 `call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
-`duration_s`, `bytes`, `error`, `count`, `epoch`, `version`, `policy`, `table`, `costs`,
-`remaining`, `steps`, `tokens`, `stacks`. Events: `attached`, `operation_begin`,
-`operation_end`, `transition`, `refused`, `noop`, `failed`, `drain_progress`, `memory`,
-`weights`, `unexpected_output`, `request_rejected`, `sink_failed`, `stalled`, `detached`, `closed`.
+`duration_s`, `drain_s`, `bytes`, `error`, `count`, `of`, `epoch`, `version`, `policy`, `table`,
+`costs`, `remaining`, `steps`, `tokens`, `stacks`, `request`, `held`, `outcome`, `prompt`, `texts`.
+Events: `attached`, `operation_begin`, `operation_end`, `transition`, `refused`, `noop`, `repeated`,
+`failed`, `drain_progress`, `memory`, `weights`, `stale_kv`, `unexpected_output`, `request_rejected`,
+`request_admitted`, `request_finished`, `sink_failed`, `stalled`, `detached`, `closed`.
 
 `structlog_sink` respects an application that configured structlog, and otherwise goes
 through the standard library's logger "lifecycle": a library configures nothing.
@@ -25,16 +31,35 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
 Event = dict[str, Any]
 Sink = Callable[[Mapping[str, Any]], None]
 
+
+@runtime_checkable
+class DurableSink(Protocol):
+    """A sink that records an engine from its beginning to its end."""
+
+    def begin(self, engine: str, rank: int) -> None:
+        """The next event has number 1. May raise: then nothing is guarded."""
+
+    def unaudited(self) -> str | None:
+        """Why an operation that was announced may not go on, or None."""
+
+    def end(self, *, clean: bool) -> None:
+        """There are no more events. clean: because the lifecycle was closed."""
+
+    def forget_parent(self) -> None:
+        """This is a forked child: whatever is open belongs to the parent."""
+
+
 # Distinct messages without end must not grow memory.
 _MAX_REPEATS = 64
 _WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed", "stalled"})
+_DETAILS = frozenset({"request_admitted", "request_finished"})
 logging.getLogger("lifecycle").addHandler(logging.NullHandler())
 _fallback = structlog.wrap_logger(
     logging.getLogger("lifecycle"),
@@ -52,6 +77,8 @@ def structlog_sink(event: Mapping[str, Any]) -> None:
         logger.error(name, **fields)
     elif name in _WARNINGS:
         logger.warning(name, **fields)
+    elif name in _DETAILS:
+        logger.debug(name, **fields)
     else:
         logger.info(name, **fields)
 
@@ -71,6 +98,19 @@ class EventLog:
         self._lock = threading.RLock()  # a signal handler may come in between and tell something as well
         self._events: deque[Event] = deque(maxlen=capacity)
         self._repeats: dict[tuple[Any, ...], Event] = {}
+        self._failing: set[int] = set()  # sinks whose last event raised
+        self.requests = any(getattr(sink, "requests", False) for sink in self.sinks)
+        self.texts = any(getattr(sink, "texts", False) for sink in self.sinks)
+        self._durable: list[DurableSink] = []
+        every: Sequence[object] = self.sinks  # any of them may be more than a callable
+        try:
+            for sink in every:
+                if isinstance(sink, DurableSink):
+                    sink.begin(engine, rank)
+                    self._durable.append(sink)
+        except BaseException:
+            self.end(clean=False)
+            raise
 
     def __len__(self) -> int:
         return len(self._events)
@@ -83,6 +123,18 @@ class EventLog:
     def forget_parent(self) -> None:
         """In a forked child: wait for no lock of a thread that is gone."""
         self._lock = threading.RLock()
+        for sink in self._durable:
+            sink.forget_parent()
+
+    def unaudited(self) -> str | None:
+        """Why an operation that was announced may not go on: a sink could not record it. Or None."""
+        return next(filter(None, (sink.unaudited() for sink in self._durable)), None)
+
+    def end(self, *, clean: bool) -> None:
+        """There are no more events for whoever records them. Safe to call twice."""
+        self._tell_repeats()
+        for sink in self._durable:
+            sink.end(clean=clean)
 
     def since(self, seq: int) -> list[Event]:
         """Copies of the events after this one, oldest first, as far as they are kept."""
@@ -91,7 +143,7 @@ class EventLog:
     def emit(self, event: str, **fields: Any) -> Event:
         """Record one event; None fields are left out."""
         if event == "transition":
-            self._repeats.clear()
+            self._tell_repeats()
         record: Event = {
             "seq": 0,
             "time": time.time(),
@@ -114,18 +166,28 @@ class EventLog:
         seen = self._repeats.get(key)
         if seen is None:
             if len(self._repeats) >= _MAX_REPEATS:
-                self._repeats.clear()
+                self._tell_repeats()
             self._repeats[key] = self.emit(event, count=1, **fields)
         else:
             seen["count"] += 1
 
+    def _tell_repeats(self) -> None:
+        """The sinks saw only the first of what repeated: say how often it did."""
+        repeats, self._repeats = self._repeats, {}
+        for first in repeats.values():
+            if first["count"] > 1:
+                self.emit("repeated", of=first["seq"], call=first.get("call"), count=first["count"])
+
     def _give(self, sink: Sink, record: Event) -> None:
         try:
             sink(dict(record))
+            if self._failing:
+                self._failing.discard(id(sink))
         except Exception as error:  # noqa: BLE001  (a broken sink must not reach the engine's path)
             self.sink_failures += 1
-            if self.sink_failures == 1:
-                self.emit("sink_failed", error=repr(error))
+            if id(sink) not in self._failing:
+                self._failing.add(id(sink))
+                self.emit_repeatable("sink_failed", error=repr(error))
         except BaseException as interrupt:  # noqa: BLE001  (kept for `deliver`)
             self._interrupt = interrupt
 

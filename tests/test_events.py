@@ -7,7 +7,7 @@ import structlog
 
 from engine_adapter.simulated import SamplingParams, SimulatedEngine
 from lifecycle import IllegalCall, Lifecycle
-from lifecycle.audit import EventLog, structlog_sink
+from lifecycle.events import EventLog, structlog_sink
 
 
 def test_sequence_is_dense_and_memory_bounded():
