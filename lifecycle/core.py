@@ -106,6 +106,7 @@ class Core:
             raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
         self.ledger = Ledger(anybody)
+        self._noted: dict[str, Record] = {}  # those whose admission was told and whose end was not
         if events.requests:
             self.ledger.on_begin, self.ledger.on_end = self._note_begin, self._note_end
         self.max_held = max_held
@@ -366,11 +367,14 @@ class Core:
             raise InternalError(f"no row for {trigger} from {source} with {self.facts()}")
         self.state = self._cursor.state
         self._set_open()
+        self._tell_move(trigger, source, self.state, **fields)
+
+    def _tell_move(self, trigger: Trigger, source: State, dest: State, **fields: Any) -> None:
         self.events.emit(
             "transition",
             trigger=trigger.value,
             source=source.value,
-            dest=self.state.value,
+            dest=dest.value,
             **{**self._fields(), **fields},
         )
 
@@ -507,6 +511,7 @@ class Core:
 
         stepped: the outputs of a step may be lost, so that nobody knows what their requests have.
         """
+        self._tell_untold()
         if cause is self.cause or self.state is State.CLOSED:
             return
         moved, self.state = self.state, self._cursor.state
@@ -516,6 +521,25 @@ class Core:
             self.ledger.mend()
             self._fail("step" if stepped else "an interrupted call", cause)
             self._set_open()
+
+    def _tell_untold(self) -> None:
+        """It came between what happened and the event of it. Only one move can be untold."""
+        told, now = self.events.mend(), self._cursor.state
+        if told is not None and told != now:
+            rule = next(rule for rule in table.RULES if (rule.source, rule.dest) == (told, now))
+            self._tell_move(rule.trigger, State(told), now)
+        if self.ledger.on_end is None:
+            return
+        live = {**self.ledger.held, **self.ledger.in_flight}
+        for name, record in list(self._noted.items()):
+            if live.get(name) is record:
+                del live[name]
+                continue
+            if self.events.last_of(name) == "request_admitted":
+                self._note_end(record, None, self.failure or EngineFailed("its last output was lost"))
+            self._noted.pop(name, None)
+        for record in live.values():
+            self._note_begin(record)
 
     def _end(self, record: Record, reason: str) -> None:
         """Post the last outputs of a request in flight. Raises if they can't be had."""
@@ -783,6 +807,7 @@ class Core:
             epoch=record.epoch,
             prompt=record.call.prompt if self.events.texts else None,
         )
+        self._noted[record.request_id] = record
 
     def _note_end(self, record: Record, output: Any, error: Exception | None) -> None:
         if output is None and record.engine_id:  # nothing comes of it: ask, as long as the engine knows
@@ -800,6 +825,7 @@ class Core:
             duration_s=time.monotonic() - record.since,
             texts=record.texts or None,
         )
+        self._noted.pop(record.request_id, None)
 
     def _count(self, outputs: list[Any]) -> None:
         """Tokens and texts so far. Outputs that have all of them need not be read before the last."""

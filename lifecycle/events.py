@@ -41,7 +41,14 @@ Sink = Callable[[Mapping[str, Any]], None]
 
 @runtime_checkable
 class DurableSink(Protocol):
-    """A sink that records an engine from its beginning to its end."""
+    """A sink that records an engine from its beginning to its end. What it was given before, it ignores."""
+
+    @property
+    def given(self) -> int:
+        """The number of the last event that it has, with all before it."""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event."""
 
     def begin(self, engine: str, rank: int) -> None:
         """The next event has number 1. May raise: then nothing is guarded."""
@@ -59,6 +66,7 @@ class DurableSink(Protocol):
 # Distinct messages without end must not grow memory.
 _MAX_REPEATS = 64
 _WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed", "stalled"})
+_MOVES = frozenset({"attached", "transition"})
 _DETAILS = frozenset({"request_admitted", "request_finished"})
 logging.getLogger("lifecycle").addHandler(logging.NullHandler())
 _fallback = structlog.wrap_logger(
@@ -92,11 +100,10 @@ class EventLog:
         self.engine = engine
         self.rank = rank
         self.sinks = list(sinks)
-        self.seq = 0
         self.sink_failures = 0
         self._interrupt: BaseException | None = None
         self._lock = threading.RLock()  # a signal handler may come in between and tell something as well
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._events: deque[Event] = deque(maxlen=max(1, capacity))
         self._repeats: dict[tuple[Any, ...], Event] = {}
         self._failing: set[int] = set()  # sinks whose last event raised
         self.requests = any(getattr(sink, "requests", False) for sink in self.sinks)
@@ -112,6 +119,11 @@ class EventLog:
             self.end(clean=False)
             raise
 
+    @property
+    def seq(self) -> int:
+        """The number of the last event; 0 before the first."""
+        return self._events[-1]["seq"] if self._events else 0
+
     def __len__(self) -> int:
         return len(self._events)
 
@@ -125,6 +137,22 @@ class EventLog:
         self._lock = threading.RLock()
         for sink in self._durable:
             sink.forget_parent()
+
+    def mend(self) -> str | None:
+        """After a Ctrl-C at any place: give durable sinks what they were not given.
+
+        Returns the state that the last event told, if it is still in memory.
+        """
+        for sink in self._durable:
+            for event in self.since(sink.given):
+                sink(event)
+        told = (event["dest"] for event in reversed(self._events) if event["event"] in _MOVES)
+        return next(told, None)
+
+    def last_of(self, request_id: str) -> str | None:
+        """The name of the last event of this request that is still in memory."""
+        names = (event["event"] for event in reversed(self._events) if event.get("request") == request_id)
+        return next(names, None)
 
     def unaudited(self) -> str | None:
         """Why an operation that was announced may not go on: a sink could not record it. Or None."""
@@ -153,9 +181,8 @@ class EventLog:
         }
         record.update((key, value) for key, value in fields.items() if value is not None)
         with self._lock:  # a watchdog tells from a thread of its own
-            self.seq += 1
-            record["seq"] = self.seq
-            self._events.append(record)
+            record["seq"] = self.seq + 1
+            self._events.append(record)  # and with it the number: a Ctrl-C comes before or after
         for sink in self.sinks:
             self._give(sink, record)
         return record

@@ -68,10 +68,11 @@ class World:
     at_birth: faults scripted on the next engine before the lifecycle sees it.
     """
 
-    def __init__(self, *, born=None, options=None, **engine):
+    def __init__(self, *, born=None, options=None, requests=False, **engine):
         self.engines = []
         self.at_birth = []
         self._born = born
+        self._requests = requests  # whether each is told to a sink
         self._engine = {"max_num_seqs": 3, **engine}
         self._options = options or {}
         self.asked = {}
@@ -81,7 +82,7 @@ class World:
         self.lifecycle = None
 
     def start(self):
-        self.told = Replayed(requests=False)
+        self.told = Replayed(requests=self._requests)
         self.lifecycle = Lifecycle(self._build, sinks=(self.told,), **self._options)
         return self
 

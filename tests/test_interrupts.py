@@ -67,7 +67,7 @@ class Interrupter:
 
 def at_the_very_last_token():
     """The next step leaves the engine idle."""
-    world = at.World().start()
+    world = at.World(requests=True).start()
     world.add("only", 2)
     world.step()
     return world

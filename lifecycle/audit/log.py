@@ -123,6 +123,11 @@ class AuditLog:
         return None if outage is None else f"the audit log {self.path} is strict, and behind: {outage}"
 
     @property
+    def given(self) -> int:
+        """The number of the last record that it was given, with all before it."""
+        return self._session.next - 1 if self._session is not None else 0
+
+    @property
     def on_disk(self) -> int:
         """The number of the last record that was synced; 0 while no session is open."""
         return self._session.on_disk if self._session is not None else 0
@@ -195,7 +200,8 @@ class _Session:
         """Seal an event, and those that waited for it. Returns how many were lost."""
         lost = 0
         with self._lock:
-            self._early[event["seq"]] = event
+            if event["seq"] >= self.next:
+                self._early[event["seq"]] = event
             while self.next in self._early:
                 lost += not self._keep(self._early.pop(self.next))
                 self.next += 1

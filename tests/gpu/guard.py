@@ -1,4 +1,4 @@
-"""What the guard costs an `AsyncLLM` on a GPU: `python -m tests.gpu.guard [--shape 8b] [--json results.json]`.
+"""What the guard costs an `AsyncLLM` on a GPU: `python -m tests.gpu.guard [--json results.json]`.
 
 What `tests.benchmarks.self_driven` measures on two cores: one engine, read in turn by itself and through
 `AsyncLifecycle`, with models of the shapes of `tests.gpu.streams`.
