@@ -483,8 +483,7 @@ class Core:
                 self.events.emit("request_rejected", call=record.request_id, error=repr(why))
                 interrupt = interrupt or (None if isinstance(why, Exception) else why)
                 lost.append(record)
-        if self.transition is not None:
-            self.transition.abandon(repr(cause))
+        given_up, self.transition = self.transition, None
         restart = _lost_context(cause)
         hint = "recover() or close()" if self.rebuildable else "close(), and build a new one"
         if restart:
@@ -504,6 +503,8 @@ class Core:
         if self.state is not State.FAILED:
             self.fire(Trigger.FAIL, call=call)
         self.events.emit("failed", call=call, error=f"{type(cause).__name__}: {cause}")
+        if given_up is not None:
+            given_up.abandon(repr(cause))
         return error, interrupt
 
     def interrupted(self, cause: BaseException, *, stepped: bool) -> None:

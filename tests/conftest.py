@@ -59,10 +59,13 @@ def guarded(llm, house):
     """The same, with the lifecycle attached; whatever a test leaves behind is checked and undone."""
     from engine_adapter import attach
     from lifecycle import State
+    from tests.audit_runs import Replayed
 
-    lifecycle = attach(llm, sinks=())
+    replayed = Replayed()
+    lifecycle = attach(llm, sinks=(replayed,))
     yield lifecycle
     assert lifecycle.check() == []
+    assert replayed.check(lifecycle._core) == []
     if lifecycle.state is State.FAILED:
         house.condemn()
     elif lifecycle.state is not State.CLOSED:

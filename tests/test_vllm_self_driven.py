@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from lifecycle import AsyncLifecycle, DrainTimeout, EngineFailed, IllegalCall, InvalidArgument, State
+from tests.audit_runs import Replayed
 from tests.engines import DEFAULTS, model_dir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -34,7 +35,7 @@ async def shared():
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir()), **DEFAULTS))
         return VllmAsync(llm, loop, owned=True)
 
-    async with AsyncLifecycle(build, sinks=()) as life:
+    async with AsyncLifecycle(build, sinks=(Replayed(),)) as life:
         yield life
 
 
@@ -50,6 +51,7 @@ async def life(shared):
         await shared.wake_up()
     await asyncio.wait_for(shared.wait_for("awake"), 30)
     assert await shared._ask("snapshot", lambda core: core.check()) == []
+    assert await shared._ask("snapshot", shared._events.sinks[0].check) == []
     assert shared.get_num_unfinished_requests() == 0
     engine = shared._core("snapshot").engine
     assert not engine._passages
