@@ -39,10 +39,8 @@ from lifecycle.engine import (
     Memory,
     Operation,
     OutOfDeviceMemory,
-    PassThrough,
     Snapshot,
     WakeReport,
-    outcome_of,
 )
 from lifecycle.errors import (
     AdmissionClosed,
@@ -61,6 +59,7 @@ from lifecycle.errors import (
     some,
 )
 from lifecycle.events import EventLog
+from lifecycle.request_log import RequestLog
 from lifecycle.requests import Ledger, Record, Scope
 from lifecycle.sleep import Sleep, SleepRequest
 from lifecycle.table import KV_CACHE, MEMORY_TAGS, SCHEDULING, WEIGHTS, Facts, Need, State, Trigger, Weights
@@ -106,9 +105,9 @@ class Core:
             raise InvalidArgument(f"stall_s must be a number of seconds >= 0, not {stall_s!r}")
         self.events = events
         self.ledger = Ledger(anybody)
-        self._noted: dict[str, Record] = {}  # those whose admission was told and whose end was not
-        if events.requests:
-            self.ledger.on_begin, self.ledger.on_end = self._note_begin, self._note_end
+        self.request_log = RequestLog(self) if events.requests else None
+        if self.request_log is not None:
+            self.ledger.on_begin, self.ledger.on_end = self.request_log.began, self.request_log.ended
         self.max_held = max_held
         self.stall_s = stall_s
         self.strict_release = strict_release
@@ -529,18 +528,8 @@ class Core:
         if told is not None and told != now:
             rule = next(rule for rule in table.RULES if (rule.source, rule.dest) == (told, now))
             self._tell_move(rule.trigger, State(told), now)
-        if self.ledger.on_end is None:
-            return
-        live = {**self.ledger.held, **self.ledger.in_flight}
-        for name, record in list(self._noted.items()):
-            if live.get(name) is record:
-                del live[name]
-                continue
-            if self.events.last_of(name) == "request_admitted":
-                self._note_end(record, None, self.failure or EngineFailed("its last output was lost"))
-            self._noted.pop(name, None)
-        for record in live.values():
-            self._note_begin(record)
+        if self.request_log is not None:
+            self.request_log.mend()
 
     def _end(self, record: Record, reason: str) -> None:
         """Post the last outputs of a request in flight. Raises if they can't be had."""
@@ -548,8 +537,8 @@ class Core:
         ends = [output.finished for output in outputs if output.request_id == record.request_id]
         if len(ends) != len(outputs) or ends != [False] * (len(ends) - 1) + [True]:
             raise RuntimeError(f"last_outputs() of {record.request_id} returned {outputs!r}")
-        if self.ledger.on_end is not None:
-            self._count(outputs)
+        if self.request_log is not None:
+            self.request_log.count(outputs)
         for output in outputs:
             self.ledger.post(record, output)
 
@@ -781,8 +770,8 @@ class Core:
             self.fail_with("step", TypeError(f"step() returned {outputs!r}, not a list"))
         if outputs and len(set(map(id, outputs))) < len(outputs):
             outputs = self._each_once(outputs)
-        if outputs and self.ledger.on_end is not None:
-            self._count(outputs)
+        if outputs and self.request_log is not None:
+            self.request_log.count(outputs)
         return outputs
 
     def _each_once(self, outputs: list[Any]) -> list[Any]:
@@ -796,49 +785,6 @@ class Core:
     def note_stray(self, output: Any) -> None:
         """An output of a request that already ended, or never began, reaches nobody."""
         self.events.emit_repeatable("unexpected_output", call=str(getattr(output, "request_id", None)))
-
-    # -- requests, for who records them ----------------------------------------------------------------
-
-    def _note_begin(self, record: Record) -> None:
-        record.since = time.monotonic()
-        self.events.emit(
-            "request_admitted",
-            request=record.request_id,
-            held=not record.engine_id,
-            epoch=record.epoch,
-            prompt=record.call.prompt if self.events.texts else None,
-        )
-        self._noted[record.request_id] = record
-
-    def _note_end(self, record: Record, output: Any, error: Exception | None) -> None:
-        if output is None and record.engine_id:  # nothing comes of it: ask, as long as the engine knows
-            with suppress(Exception):
-                record.tokens = self.engine.tokens(record.engine_id)
-        self.events.emit(
-            "request_finished",
-            request=record.request_id,
-            outcome=_OUTCOMES.get(type(error), "error")
-            if output is None
-            else outcome_of(output) or "finished",
-            tokens=record.tokens,
-            epoch=record.epoch,
-            version=self.weights.version,
-            duration_s=time.monotonic() - record.since,
-            texts=record.texts or None,
-        )
-        self._noted.pop(record.request_id, None)
-
-    def _count(self, outputs: list[Any]) -> None:
-        """Tokens and texts so far. Outputs that have all of them need not be read before the last."""
-        for output in outputs:
-            record = self.ledger.in_flight.get(getattr(output, "request_id", ""))
-            if record is None or not (output.finished or record.call.delta):
-                continue
-            adds = record.call.delta and not isinstance(output, PassThrough)
-            with suppress(Exception):  # an output that can't be understood fails where it is handed out
-                record.tokens = record.tokens * adds + self.engine.count_tokens(output)
-                if self.events.texts and isinstance(output.outputs, list):
-                    record.texts = _texts(record.texts if adds else [], output.outputs)
 
     # -- sleep: what a `Sleep` is made of --------------------------------------------------------------
 
@@ -1302,23 +1248,6 @@ class Core:
         self.fire(Trigger.CLOSE)
         self.events.emit("closed" if shutdown else "detached", counts={"unserved": len(unserved)})
         self.events.end(clean=True)
-
-
-# What became of a request that has no last output, by what its caller is told. None: its caller's own wish.
-_OUTCOMES: Final[Mapping[type, str]] = {
-    type(None): "abort",
-    RequestAborted: "abort",
-    InvalidArgument: "rejected",
-    Closed: "closed",
-}
-
-
-def _texts(so_far: list[str], samples: list[Any]) -> list[str]:
-    """The texts of all samples, by their index, after these outputs."""
-    texts = dict(enumerate(so_far))
-    for sample in samples:
-        texts[sample.index] = texts.get(sample.index, "") + sample.text
-    return [texts[index] for index in sorted(texts)]
 
 
 def closed(what: str) -> Closed:

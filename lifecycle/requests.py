@@ -57,7 +57,7 @@ class Scope:
 class Record:
     """One live request. handle is the id that `add_request` returned to the caller."""
 
-    __slots__ = ("call", "engine_id", "epoch", "handle", "owner", "seq", "since", "texts", "tokens")
+    __slots__ = ("call", "engine_id", "epoch", "handle", "owner", "seq")
 
     def __init__(self, call: Call, seq: int, owner: Scope, epoch: int) -> None:
         self.call = call
@@ -66,9 +66,6 @@ class Record:
         self.epoch = epoch
         self.engine_id = ""  # while it is inside the engine
         self.handle = ""
-        self.since = 0.0  # from here on for whoever records requests: monotonic, in seconds
-        self.tokens = 0
-        self.texts: list[str] = []  # of each sample
 
     @property
     def request_id(self) -> str:

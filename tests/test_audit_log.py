@@ -687,7 +687,8 @@ def test_texts_are_recorded_only_when_asked_for(path):
             outputs += lifecycle.step()
     records = {record["event"]: record for record in read_back(path)[0]}
     assert records["request_admitted"]["prompt"] == "what is it?"
-    assert records["request_finished"]["texts"] == [sample.text for sample in outputs[-1].outputs]
+    texts = {sample.index: sample.text for output in outputs for sample in output.outputs}
+    assert records["request_finished"]["texts"] == [texts[0], texts[1]]
 
 
 async def test_streams_are_counted_to_their_end(path):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    *("table", "errors", "engine", "requests", "events", "weights", "sleep", "core"),
+    *("table", "errors", "engine", "requests", "events", "request_log", "weights", "sleep", "core"),
     *("audit.format", "audit.file", "audit.log", "blocking"),
     *("audit.reading", "audit.replay", "cli"),
     *("testing.faults", "testing.recorder", "testing.contract", "testing.plugin"),

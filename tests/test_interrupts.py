@@ -58,11 +58,13 @@ class Interrupter:
 
     def run(self, act):
         before = sys.gettrace()
+        gc.disable()  # the finalizers of an earlier lifecycle are library code too, and swallow what they raise
         sys.settrace(self)
         try:
             act()
         finally:
             sys.settrace(before)
+            gc.enable()
 
 
 def at_the_very_last_token():

@@ -23,6 +23,7 @@ from lifecycle.audit import AuditLog
 from lifecycle.audit import format as form
 from lifecycle.audit.log import _header
 from lifecycle.events import EventLog
+from lifecycle.request_log import RequestLog
 from tests.benchmarks.measure import Line, pairs_of, ratio
 
 FIELDS: dict[str, Any] = {
@@ -57,7 +58,7 @@ def run(*, quick: bool) -> Iterator[Line]:
         name = "what syncing adds to a transition"
         yield Line(f"{name}, median", 1e3 * (statistics.median(synced) - statistics.median(bare)), "ms")
         yield Line(f"{name}, p99", 1e3 * (p99(synced) - p99(bare)), "ms", note=f"{count} transitions")
-        yield requests(Path(folder) / "requests", quick=quick)
+        yield with_requests(Path(folder) / "requests", quick=quick)
 
 
 def events_a_second(path: Path) -> float:
@@ -86,7 +87,7 @@ def p99(laps: list[float]) -> float:
     return sorted(laps)[int(0.99 * len(laps))]
 
 
-def requests(path: Path, *, quick: bool) -> Line:
+def with_requests(path: Path, *, quick: bool) -> Line:
     """Steps per second with records of each request by those without, on a real vLLM."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -99,18 +100,20 @@ def requests(path: Path, *, quick: bool) -> Line:
     core.events.sinks.append(audit)
     audit.begin("engine", 0)
     audit._session.next = core.events.seq + 1
+    requests = RequestLog(core)
     block = block_of(llm.lifecycle, RequestOutputKind.DELTA, TOKENS)
 
     def told() -> float:
-        core.ledger.on_begin, core.ledger.on_end = core._note_begin, core._note_end
+        core.request_log = requests
+        core.ledger.on_begin, core.ledger.on_end = requests.began, requests.ended
         return block()
 
     def untold() -> float:
-        core.ledger.on_begin = core.ledger.on_end = None
+        core.request_log = core.ledger.on_begin = core.ledger.on_end = None
         return block()
 
     pairs = pairs_of(untold, told, 30 if quick else 200)
-    core.ledger.on_begin = core.ledger.on_end = None
+    core.request_log = core.ledger.on_begin = core.ledger.on_end = None
     core.events.sinks.remove(audit)
     audit.end(clean=True)
     llm.settle()
