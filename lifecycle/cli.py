@@ -1,4 +1,4 @@
-"""The command line: `lifecycle doctor` and `lifecycle demo`.
+"""The command line: `lifecycle doctor`, `lifecycle demo` and `lifecycle audit`.
 
 Theory of operation
 -------------------
@@ -8,6 +8,8 @@ torch. `main` returns the exit status instead of exiting, so that tests can call
 
 `doctor` asks the adapter what this release of vLLM has of what is used. A missing vLLM
 is an answer like any other (status 0); one that is there and can't be used is not (1).
+
+`audit` reads logs, and is in `lifecycle.audit.commands`.
 """
 
 import argparse
@@ -18,8 +20,11 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+from lifecycle.audit import commands as audit
 
 DISTRIBUTION: Final = "engine-lifecycle"
 _MISSING: Final = "missing: "
@@ -33,6 +38,9 @@ examples:
   lifecycle demo --simulated    the same story in a second, without vLLM or torch
   MODEL=/models/my-model lifecycle demo
   FAULT=drop lifecycle demo --simulated
+  lifecycle audit verify logs/*.jsonl            are the logs whole, and which call never returned?
+  lifecycle audit merge --diverge logs/*.jsonl   which rank did something else than the others?
+  lifecycle audit --help                         the rest of it
 """
 _DEMO_HELP: Final = """\
 Generate with 12 requests, sleep in the middle, wake, and compare every token with a run
@@ -49,9 +57,11 @@ environment:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(audit.joined(sys.argv[1:] if argv is None else argv))
     if arguments.command == "doctor":
         return _doctor(as_json=arguments.json)
+    if arguments.command == "audit":
+        return audit.run(arguments)
     demo = importlib.import_module("engine_adapter.demo")
     status: int = demo.run(simulated=arguments.simulated, asynchronous=arguments.asynchronous)
     return status
@@ -79,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         help="through AsyncLifecycle: concurrent streams, side by side as they come",
     )
     demo.add_argument("--simulated", action="store_true", help="on the simulated engine: no vLLM, no model")
+    audit.add_parser(commands)
     return parser
 
 

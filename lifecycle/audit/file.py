@@ -98,6 +98,8 @@ class LogFile:
 def numbers(path: Path) -> list[int]:
     """The numbers of what was set aside from this path, in order: `path.1` is the oldest."""
     pattern = re.compile(re.escape(path.name) + r"\.([1-9][0-9]{0,8})")
+    if not path.name:  # a folder: nothing can be set aside from it
+        return []
     with contextlib.suppress(OSError):
         found = (pattern.fullmatch(name) for name in os.listdir(path.parent))  # noqa: PTH208  (names are all it takes)
         return sorted(int(match[1]) for match in found if match)

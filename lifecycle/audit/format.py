@@ -83,6 +83,11 @@ def sum_of(line: bytes) -> str:
     return line[-_SEAL + 7 : -3].decode("ascii", "replace")
 
 
+def is_sealed(line: bytes) -> bool:
+    """Whether the line ends as one that has a sum."""
+    return line[-_SEAL:].startswith(b'"sum":"') and line.endswith(b'"}\n')
+
+
 def _sum(chain: str, body: bytes) -> str:
     return blake2b(chain.encode() + body, digest_size=_SUM_DIGITS // 2).hexdigest()
 
@@ -90,13 +95,16 @@ def _sum(chain: str, body: bytes) -> str:
 def parse(line: bytes) -> Record:
     """The fields of a line. Raises ValueError, with the reason, for whatever is no record."""
     try:
-        record = json.loads(line, parse_constant=_no_constant)
+        text = line.decode()
+        record, end = _decoder.raw_decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}") from None
+    if text[end:] != "\n":
+        raise ValueError(f"something stands behind its JSON, at column {end + 1}")
     if not isinstance(record, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  (whoever reads a log catches one kind)
     for name, value in record.items():
@@ -145,7 +153,11 @@ def _are_texts(value: Any) -> bool:
 
 def _are_rules(value: Any) -> bool:
     return type(value) is list and all(
-        type(rule) is list and len(rule) == 3 and _is_text(rule[0]) and _is_text(rule[2])  # noqa: PLR2004  (trigger, source, dest)
+        type(rule) is list
+        and len(rule) == 3  # noqa: PLR2004  (trigger, source, dest)
+        and _is_text(rule[0])
+        and (rule[1] is None or _is_text(rule[1]))
+        and _is_text(rule[2])
         for rule in value
     )
 
@@ -194,6 +206,7 @@ def _encode(fields: Mapping[str, Any]) -> bytes:
     return text.encode("ascii")
 
 
+_decoder: Final = json.JSONDecoder(parse_constant=_no_constant)
 _encoder: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=repr)
 
 

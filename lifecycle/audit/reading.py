@@ -14,7 +14,9 @@ A log may come from anywhere: a line that is too long is not read into memory, a
 is no record becomes a problem, never an exception.
 """
 
+import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -22,6 +24,8 @@ from typing import IO, Final, NamedTuple
 from lifecycle.audit import format as form
 from lifecycle.audit.file import aside, numbers
 
+# After lines that do not fit: so many sums at most may be those that the next line follows.
+_MOST_CHAINS: Final = 4
 _MISFIT: Final = "its checksum does not fit it, or what precedes it"
 
 
@@ -45,7 +49,8 @@ class LogError(Exception):
 
 def parts(path: Path) -> list[Path]:
     """The files of a log, oldest first: what was set aside, then the path itself. Raises LogError."""
-    found = [*(aside(path, number) for number in numbers(path)), *([path] if path.exists() else [])]
+    with _explained(path):
+        found = [*(aside(path, number) for number in numbers(path)), *([path] if path.exists() else [])]
     if not found:
         raise LogError(f"{path}: no such file")
     return found
@@ -53,29 +58,85 @@ def parts(path: Path) -> list[Path]:
 
 def read(path: Path) -> Iterator[Entry]:
     """Every line of a log. Raises LogError if a file can't be read."""
+    parts(path)
     chain = _Chain()
-    for part in parts(path):
-        try:
-            with part.open("rb") as file:
-                yield from _read_part(part, file, chain)
-        except OSError as error:
-            raise LogError(f"{part}: {error.strerror}") from None
+    with _explained(path), contextlib.ExitStack() as stack:
+        file = _open_if_there(path)
+        if file is not None:
+            stack.enter_context(file)
+        for _, part in _older(path, file):
+            yield from _read_whole(part, chain)
+        if file is not None:
+            yield from _read_part(path, file, chain)
 
 
 def follow(path: Path) -> Iterator[Entry | None]:
     """Every line of a log, as it grows; None whenever nothing more is there now. Raises LogError."""
-    chain = _Chain()
-    for part in parts(path)[:-1]:
-        with part.open("rb") as file:
-            yield from _read_part(part, file, chain)
-    while True:
+    parts(path)
+    chain, done = _Chain(), 0  # the parts up to this number were read
+    file: IO[bytes] | None = None
+    left: IO[bytes] | None = None  # the file that was read last at the path; open, so that no other can be it
+    with _explained(path):
         try:
-            with path.open("rb") as file:
-                yield from _follow_part(path, file, chain)
-        except FileNotFoundError:
-            yield None
-        except OSError as error:
-            raise LogError(f"{path}: {error.strerror}") from None
+            while True:
+                file = _open_if_there(path)
+                for number, part in _older(path, file):
+                    if number > done and not _is(part, left):
+                        yield from _read_whole(part, chain)
+                    done = max(done, number)
+                if left is not None:
+                    left.close()
+                left = file
+                if file is None:
+                    yield None
+                else:
+                    yield from _follow_part(path, file, chain)
+        finally:
+            for each in (left, file):
+                if each is not None:
+                    each.close()
+
+
+def _older(path: Path, file: IO[bytes] | None) -> Iterator[tuple[int, Path]]:
+    """What was set aside before this file, which may have been set aside itself since it was opened."""
+    for number in numbers(path):
+        part = aside(path, number)
+        if _is(part, file):
+            return
+        yield number, part
+
+
+def _read_whole(part: Path, chain: "_Chain") -> Iterator[Entry]:
+    with _explained(part), _open(part) as file:
+        yield from _read_part(part, file, chain)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Whatever the disk says becomes a LogError."""
+    try:
+        yield
+    except OSError as error:
+        raise LogError(f"{path}: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a file for reading. A pipe might never answer, and a device might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise LogError(f"{path}: it is no regular file")
+    return path.open("rb")
+
+
+def _open_if_there(path: Path) -> IO[bytes] | None:
+    try:
+        return _open(path)
+    except FileNotFoundError:
+        return None
+
+
+def _is(path: Path, file: IO[bytes] | None) -> bool:
+    """Whether this file is the one at the path."""
+    return file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno()))
 
 
 def _follow_part(path: Path, file: IO[bytes], chain: "_Chain") -> Iterator[Entry | None]:
@@ -88,7 +149,8 @@ def _follow_part(path: Path, file: IO[bytes], chain: "_Chain") -> Iterator[Entry
         for entry in _read_part(path, file, chain, line, growing=True):
             line, offset = entry.line, entry.offset
             yield entry
-        yield None
+        if not left:
+            yield None
 
 
 def _was_left(path: Path, file: IO[bytes]) -> bool:
@@ -160,9 +222,9 @@ class _Chain:
         self._last = ""
 
     def lose_track(self, line: bytes = b"") -> None:
-        """A line can't be understood: it counts as a record, with the sum that it seems to have."""
+        """A line can't be understood: it counts as a record, with the sum that it seems to have, if any."""
         self._last = form.sum_of(line)
-        self._sums, self._behind = (self._last,) if line else (), ""
+        self._sums, self._behind = (self._last,) if form.is_sealed(line) else (), ""
         self._next = None if self._next is None or not line else self._next + 1
 
     def check(self, line: bytes) -> tuple[form.Record | None, str | None]:
@@ -196,9 +258,10 @@ class _Chain:
     def _misfit(self, line: bytes, record: form.Record) -> str | None:
         """What is wrong with the sum or the number. The chain goes on from here."""
         sums, number = self._sums, self._next
-        fits = not sums or any(form.fits(line, chain) for chain in sums)
+        fits = not sums or form.fits(line, sums[0]) or any(form.fits(line, chain) for chain in sums[1:])
         if record["event"] not in form.FRAMES:
-            self._sums = (form.sum_of(line), *(() if fits else (form.sum_for(line, chain) for chain in sums)))
+            believed = () if fits else [form.sum_for(line, chain) for chain in sums[:_MOST_CHAINS]]
+            self._sums = (self._last, *believed)
             if number is not None and record["seq"] != number:
                 return f"record {record['seq']} stands where {number} should"
         return None if fits else _MISFIT
