@@ -547,7 +547,11 @@ def ranks(folder, count, last=None):
 
 def test_a_merge_is_in_order_and_complete(capsys, tmp_path):
     """Merged records are in the order of their times, each once, and each rank's in its own order."""
-    paths = ranks(tmp_path, 3)
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    with guarded(paths[0], rank=1) as first, guarded(paths[1], rank=0) as second:
+        for lifecycle in (first, second, second, first):
+            lifecycle.sleep(1)
+            lifecycle.wake_up()
     status, out, _ = audit(capsys, "merge", *paths, "--json")
     *lines, comparison = documents(out)
     assert status == 0

@@ -58,7 +58,7 @@ class Interrupter:
 
     def run(self, act):
         before = sys.gettrace()
-        gc.disable()  # the finalizers of an earlier lifecycle are library code too, and swallow what they raise
+        gc.disable()  # finalizers of an earlier lifecycle are library code too, and swallow what they raise
         sys.settrace(self)
         try:
             act()
