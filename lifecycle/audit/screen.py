@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 A log may come from anybody, and a terminal obeys what it is sent. So nothing out of a log is
 written but through `safe`, which makes visible whatever is not plain text: no other module writes,
-and what is written here has the type `Shown`, which only `safe` makes.
+and what is written here has the type `Shown`, which `safe` makes, and padding and cutting keep.
 
 All layout is made here, of text. `rich`, which is optional, adds the colours where it finds a
 terminal, the bar and the view that is redrawn in place; without it the same lines come plain.
@@ -84,11 +84,10 @@ def _visible(character: str) -> str:
 def as_json(value: Any) -> str:
     """A value as JSON in ASCII without controls. What JSON has no word for becomes a text."""
     try:
-        text = json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         tame = {name: _sayable(each) for name, each in value.items()} if type(value) is dict else _UNSAYABLE
-        text = json.dumps(tame)
-    return text.replace("\x7f", "\\u007f")  # the one control that JSON lets through
+        return json.dumps(tame)
 
 
 def plain(value: Any) -> str:
@@ -98,7 +97,7 @@ def plain(value: Any) -> str:
 
 def _sayable(value: Any) -> Any:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps([value], allow_nan=False)  # as deep as it will stand
     except (ValueError, RecursionError):
         return _UNSAYABLE
     return value
