@@ -308,6 +308,7 @@ class EngineThread:
             self._batch.ends.append((stream, error or closed(name)))
         self._streams.clear()
         self._sleep = None  # a command that comes too late must not join it
+        self._events.end(clean=False)  # unless the close did: the build may have failed
         self._batch.last = True
         with contextlib.suppress(Exception):
             self._flush()

@@ -16,7 +16,7 @@ and may forbid an operation that it could not record.
 
 Field names are API: `seq`, `time` (seconds since the epoch), `engine`, `rank`, `event`,
 `call`, `trigger`, `source`, `dest`, `state`, `counts`, `resident`, `level`, `weights`,
-`duration_s`, `drain_s`, `bytes`, `error`, `count`, `of`, `epoch`, `version`, `policy`, `table`,
+`duration_s`, `drain_s`, `bytes`, `error`, `count`, `of`, `repeats`, `epoch`, `version`, `policy`, `table`,
 `costs`, `remaining`, `steps`, `tokens`, `stacks`, `request`, `held`, `outcome`, `prompt`, `texts`.
 Events: `attached`, `operation_begin`, `operation_end`, `transition`, `refused`, `noop`, `repeated`,
 `failed`, `drain_progress`, `memory`, `weights`, `stale_kv`, `unexpected_output`, `request_rejected`,
@@ -66,6 +66,7 @@ class DurableSink(Protocol):
 # Distinct messages without end must not grow memory.
 _MAX_REPEATS = 64
 _WARNINGS = frozenset({"refused", "unexpected_output", "request_rejected", "sink_failed", "stalled"})
+_OF_EVERY_EVENT = frozenset({"seq", "time", "engine", "rank", "event"})
 _MOVES = frozenset({"attached", "transition"})
 _DETAILS = frozenset({"request_admitted", "request_finished"})
 logging.getLogger("lifecycle").addHandler(logging.NullHandler())
@@ -145,7 +146,7 @@ class EventLog:
         """
         for sink in self._durable:
             for event in self.since(sink.given):
-                sink(event)
+                self._give(sink, event)
         told = (event["dest"] for event in reversed(self._events) if event["event"] in _MOVES)
         return next(told, None)
 
@@ -203,7 +204,8 @@ class EventLog:
         repeats, self._repeats = self._repeats, {}
         for first in repeats.values():
             if first["count"] > 1:
-                self.emit("repeated", of=first["seq"], call=first.get("call"), count=first["count"])
+                told = {name: value for name, value in first.items() if name not in _OF_EVERY_EVENT}
+                self.emit("repeated", **told, repeats=first["event"], of=first["seq"])
 
     def _give(self, sink: Sink, record: Event) -> None:
         try:

@@ -32,6 +32,13 @@ _OUTCOMES: Final[Mapping[type, str]] = {
 }
 
 
+def _reason(output: Any) -> str:
+    """Why it ended, by its last output."""
+    with suppress(Exception):
+        return outcome_of(output) or "finished"
+    return "finished"
+
+
 class _Told:
     """A request whose admission was told. tokens, texts: so far, by the index of the sample."""
 
@@ -69,15 +76,10 @@ class RequestLog:
         if output is None and record.engine_id:  # ask, as long as the engine knows
             with suppress(Exception):
                 told.tokens = {0: self._core.engine.tokens(record.engine_id)}
-        outcome = "finished"
-        if output is None:
-            outcome = _OUTCOMES.get(type(error), "error")
-        with suppress(Exception):
-            outcome = outcome_of(output) or outcome
         self._core.events.emit(
             "request_finished",
             request=record.request_id,
-            outcome=outcome,
+            outcome=_OUTCOMES.get(type(error), "error") if output is None else _reason(output),
             tokens=sum(told.tokens.values()),
             epoch=record.epoch,
             version=self._core.weights.version,

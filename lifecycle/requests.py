@@ -90,9 +90,8 @@ class Ledger:
         self.enqueued = Scope("enqueue")
         self.scoped = 0  # live requests that belong to a blocking call
         self.on_begin: Callable[[Record], None] | None = None
-        self.on_end: Callable[[Record, Any, Exception | None], None] | None = (
-            None  # its last output, or why none
-        )
+        # With its last output, or why there is none.
+        self.on_end: Callable[[Record, Any, Exception | None], None] | None = None
         self._handles: dict[str, Record] = {}
         self._seq = 0
 

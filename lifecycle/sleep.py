@@ -285,13 +285,9 @@ class Sleep:
         if not self.draining or core.transition is not self:
             return False
         self.draining = False
+        core.schedule(on=True)
+        core.readmit()
         core.transition = None
-        try:
-            core.schedule(on=True)
-            core.readmit()
-        except BaseException as error:
-            core.end_operation(str(self), self.started, repr(error.__cause__ or error))
-            raise
         core.fire(Trigger.ROLL_BACK, **self._fields())
         core.end_operation(str(self), self.started, "rolled back")
         return True

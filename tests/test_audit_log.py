@@ -21,6 +21,7 @@ from lifecycle import AsyncLifecycle, EngineFailed, InvalidArgument, Lifecycle, 
 from lifecycle.audit import AuditLog
 from lifecycle.audit import format as form
 from lifecycle.audit.file import LogFile
+from lifecycle.events import EventLog
 from tests.audit_runs import live, read_back, run_with
 
 ROOT = Path(__file__).parent.parent
@@ -154,6 +155,33 @@ def test_events_that_come_out_of_order_are_written_in_order(path):
     records, problems, _ = read_back(path)
     assert [record["seq"] for record in records] == [1, 2, 3, 4]
     assert not problems
+
+
+def test_an_event_that_is_given_twice_is_written_once(path):
+    """What a Ctrl-C kept from the log is given again, and perhaps something that it had."""
+    log = AuditLog(path)
+    log.begin("engine", 0)
+    for number in (1, 2, 1, 2, 3):
+        log({"seq": number, "time": 1.0, "event": "noop"})
+    assert log.given == 3
+    assert not log._session._early
+    log.end(clean=True)
+    records, problems, _ = read_back(path)
+    assert [record["seq"] for record in records] == [1, 2, 3]
+    assert not problems
+
+
+def test_a_broken_disk_does_not_stop_what_is_told_again(path, disk, impatient):
+    """After a Ctrl-C the log is given what it missed; if it complains then, that is told as ever."""
+    log = AuditLog(path)
+    events = EventLog("engine", 0, (log,))
+    events.sinks.remove(log)
+    events.emit("failed", error="unseen")  # as if a Ctrl-C had come before the log was given it
+    disk.error = OSError(errno.ENOSPC, "full")
+    events.mend()
+    assert log.given == 1
+    assert [event["event"] for event in events.tail()] == ["failed", "sink_failed"]
+    events.end(clean=False)
 
 
 # -- when it is on disk --------------------------------------------------------------------------------
@@ -352,6 +380,22 @@ def test_half_a_write_is_gone_on_with(path, disk, impatient):
     assert read_back(path)[1] == []
 
 
+def test_half_a_line_that_vanishes_is_written_whole(path, disk, impatient):
+    """A file that is removed in the middle of a line: the new one begins with a header and that line."""
+    lifecycle = Lifecycle(SimulatedEngine(), sinks=[AuditLog(path)])
+    disk.takes, disk.error = 100, OSError(errno.ENOSPC, "full")
+    lifecycle.sleep(1)
+    until(lambda: disk.takes is None)
+    path.unlink()
+    disk.error = None
+    lifecycle.wake_up()
+    lifecycle.close()
+    records, problems, [session] = read_back(path)
+    assert not problems
+    assert records[0]["seq"] == session.header["first"] > 1
+    assert session.clean
+
+
 def test_a_full_disk_for_real(path):
     """The limit of a file's size stands for a full disk: the log goes on once it is raised."""
     program = f"""
@@ -495,6 +539,29 @@ def test_a_strict_log_that_fails_during_the_drain_rolls_it_back(path, disk, impa
     assert read_back(path)[1] == []
 
 
+def test_a_strict_log_that_fails_before_memory_goes_leaves_the_sleep_as_it_was(path, disk, impatient):
+    """From one sleep to a deeper one: refused, still asleep as before, and nothing is under way."""
+    engine = SimulatedEngine()
+    lifecycle = Lifecycle(engine, sinks=[AuditLog(path, strict=True)])
+    lifecycle.sleep(0)
+    looks = engine.has_launched
+
+    def fills_up():
+        disk.error = OSError(errno.ENOSPC, "full")
+        return looks()
+
+    engine.has_launched = fills_up
+    with pytest.raises(Unaudited):
+        lifecycle.sleep(1, "keep")
+    engine.has_launched = looks
+    assert (lifecycle.snapshot().level, lifecycle.snapshot().operation) == (0, None)
+    disk.error = None
+    until(lambda: b"log_outage" in disk.written[: disk.synced])
+    lifecycle.sleep(1, "keep")
+    lifecycle.close()
+    assert read_back(path)[1] == []
+
+
 # -- one writer, one file ------------------------------------------------------------------------------
 
 
@@ -535,6 +602,16 @@ def test_what_is_refused_at_the_beginning_holds_no_file(path):
         Lifecycle(SimulatedEngine(), sinks=[AuditLog(path)], max_held=-1)
     with pytest.raises(ZeroDivisionError):
         Lifecycle(lambda: 1 / 0, sinks=[AuditLog(path)])
+    run_with(AuditLog(path))
+    assert read_back(path)[1] == []
+
+
+async def test_an_engine_that_can_not_be_built_lets_the_file_go(path):
+    """An asynchronous start that raises leaves nothing behind that keeps the next one from the path."""
+    lifecycle = AsyncLifecycle(lambda: 1 / 0, sinks=[AuditLog(path)])
+    with pytest.raises(ZeroDivisionError):
+        await lifecycle.start()
+    lifecycle._owner.thread.join(5)
     run_with(AuditLog(path))
     assert read_back(path)[1] == []
 

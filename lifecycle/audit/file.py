@@ -8,8 +8,8 @@ created, and a line that an earlier process left unfinished is ended first.
 
 A write that took part of what it was given is continued where it stopped, so that a full
 disk leaves no torn line behind. Whether the file is still the one at its path is looked at
-with every sync: one that was removed, or moved away by somebody, is left, and the log goes
-on in a new one at the path.
+before every write: one that was removed, or moved away by somebody, is left, and the log
+goes on in a new one at the path.
 
 Every method raises OSError for what the disk says. No thread, no lock of its own.
 """

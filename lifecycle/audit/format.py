@@ -167,7 +167,7 @@ _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("seq", "count", "of", "epoch", "rank", "pid", "steps", "tokens"), _is_count),
     **dict.fromkeys(("remaining", "part", "first", "last", "lost", "table", "format"), _is_count),
     **dict.fromkeys(("event", "engine", "call", "trigger", "source", "dest", "state", "host"), _is_text),
-    **dict.fromkeys(("error", "request", "outcome", "weights", "chain", "after", "sum"), _is_text),
+    **dict.fromkeys(("error", "request", "outcome", "weights", "repeats", "chain", "after", "sum"), _is_text),
     **dict.fromkeys(("duration_s", "drain_s"), _is_number),
     "time": _is_time,
     "counts": _are_counts,

@@ -120,7 +120,8 @@ def _condition(record: Record) -> str:
 
 def _repeats(record: Record) -> str:
     if "of" in record:
-        return f"{record.get('count', '?')} times in all, since record {record['of']}"
+        what = f"{record['repeats']} " if "repeats" in record else ""
+        return f"{what}{record.get('count', '?')} times in all, since record {record['of']}"
     return f"{record['count']} times" if record.get("count", 1) > 1 else ""
 
 
@@ -140,8 +141,8 @@ _SAYINGS: Final[Sequence[Callable[[Record], str]]] = (
 _SAID: Final = frozenset(
     {"part", "first", "last", "lost", "host", "pid", "source", "dest", "trigger", "request", "call"}
     | {"duration_s", "drain_s", "outcome", "steps", "tokens", "remaining", "counts", "bytes", "level"}
-    | {"weights", "epoch", "of", "count", "held", "error", "time", "rank", "seq", "event", "engine"}
-    | {"state", "resident", "sum", "chain", "after", "rules", "format", "table"}
+    | {"weights", "epoch", "of", "repeats", "count", "held", "error", "time", "rank", "seq", "event"}
+    | {"engine", "state", "resident", "sum", "chain", "after", "rules", "format", "table"}
 )
 
 # -- rows ------------------------------------------------------------------------------------------

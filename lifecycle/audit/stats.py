@@ -33,7 +33,6 @@ _MOST_NAMES: Final = 200  # that are told apart in one table
 _OTHERS: Final = "(others)"
 _MOST_CHARACTERS: Final = 200  # of a name
 _LONGEST: Final = 10
-_REPEATABLE: Final = 64  # the most refusals of which repeats may still be told
 _MOST_SESSIONS: Final = 1000  # that are told one by one
 
 # -- what figures are made of ----------------------------------------------------------------------
@@ -237,8 +236,6 @@ class Account:
         self._session = session
         self._state: str | None = None
         self._since = self._began = session.header["time"]
-        # What a `repeated` record may add to: by the number of the first of them, the latest last.
-        self._repeatable: dict[int, tuple[Sums, str]] = {}
 
     def take(self, entry: Entry, record: Record) -> None:
         """Go on by one record, after the session did."""
@@ -290,25 +287,20 @@ class Account:
                 sums.add(kind, abs(before - after))
 
     def _refused(self, record: Record, _: Entry) -> None:
-        self._count(self.figures.refused, _call_and_error(record), record)
+        self.figures.refused.add(_call_and_error(record), record.get("count", 1))
 
     def _noop(self, record: Record, _: Entry) -> None:
-        self._count(self.figures.noops, record.get("call", "?"), record)
+        self.figures.noops.add(record.get("call", "?"), record.get("count", 1))
 
     def _noted(self, record: Record, _: Entry) -> None:
-        self._count(self.figures.noted, record["event"], record)
+        self.figures.noted.add(record["event"], record.get("count", 1))
 
-    def _count(self, sums: Sums, name: str, record: Record) -> None:
-        sums.add(name, record.get("count", 1))
-        self._repeatable[record["seq"]] = sums, name
-        if len(self._repeatable) > _REPEATABLE:
-            del self._repeatable[next(iter(self._repeatable))]
-
-    def _repeated(self, record: Record, _: Entry) -> None:
-        first = self._repeatable.pop(record.get("of", 0), None)
-        if first is not None:
-            sums, name = first
-            sums.add(name, max(record.get("count", 1) - 1, 0))
+    def _repeated(self, record: Record, entry: Entry) -> None:
+        """The first of them was counted when it came."""
+        tell = self._COUNTED.get(record.get("repeats", ""))
+        if tell is not None:
+            more = max(record.get("count", 1) - 1, 0)
+            tell(self, {**record, "event": record["repeats"], "count": more}, entry)
 
     def _failed(self, record: Record, _: Entry) -> None:
         self.figures.failed.add(_call_and_error(record))
@@ -329,19 +321,22 @@ class Account:
             if "version" in record:
                 self.figures.versions.add(plain(record["version"]))
 
+    _COUNTED: ClassVar[Mapping[str, Callable[["Account", Record, Entry], None]]] = {
+        "refused": _refused,
+        "noop": _noop,
+        **dict.fromkeys(("stalled", "stale_kv", "request_rejected"), _noted),
+        **dict.fromkeys(("unexpected_output", "sink_failed"), _noted),
+    }
     _TELL: ClassVar[Mapping[str, Callable[["Account", Record, Entry], None]]] = {
+        **_COUNTED,
         "transition": _moved,
         "operation_end": _ended,
         "memory": _measured,
-        "refused": _refused,
-        "noop": _noop,
         "repeated": _repeated,
         "failed": _failed,
         "request_admitted": _admitted,
         "request_finished": _finished,
         "weights": _loaded,
-        **dict.fromkeys(("stalled", "stale_kv", "request_rejected"), _noted),
-        **dict.fromkeys(("unexpected_output", "sink_failed"), _noted),
     }
 
 

@@ -65,7 +65,6 @@ _OUTCOMES: Final = (*_REASONS, "rejected", "closed")
 # The levels behind the values of vLLM's label `sleep_state`. A pause, level 0, is none of them.
 _SLEEP_STATES: Final[Mapping[str, int | None]] = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 _DRAINED: Final = Trigger.SLEPT.value  # the one end of a sleep that had requests to drain
-_REPEATABLE: Final = 64  # the most refusals of which repeats may still be told
 _TOO_LARGE: Final = 2**63
 
 _Metric = TypeVar("_Metric", Gauge, Counter)
@@ -212,7 +211,6 @@ class _Series:
         self._level: object = None
         self._in_flight = self._held = 0
         self._held_ids: set[str] = set()
-        self._refusals: dict[str, Counter] = {}  # the counters of the last ones, by their numbers
         # A series that begins with its first increment hides that from `increase()`.
         metrics.failures.labels(*labels)
         metrics.stalls.labels(*labels)
@@ -252,18 +250,17 @@ class _Series:
                 self._metrics.vllm_sleep_state.labels(*self._labels, name).set(holds)
 
     def refused(self, event: Mapping[str, Any]) -> None:
-        error = str(event.get("error")).partition(":")[0]
-        refusals = self._metrics.refusals.labels(*self._labels, _call(event), _known(error, _ERRORS))
-        refusals.inc()
-        self._refusals[str(event.get("seq"))] = refusals
-        if len(self._refusals) > _REPEATABLE:
-            del self._refusals[next(iter(self._refusals))]
+        self._refuse(event, 1)
 
     def repeated(self, event: Mapping[str, Any]) -> None:
         """Only the first of equal refusals was told; this is how many there were."""
-        refusals, count = self._refusals.pop(str(event.get("of")), None), _number(event.get("count"))
-        if refusals is not None and count is not None:
-            refusals.inc(max(count - 1, 0))
+        count = _number(event.get("count"))
+        if event.get("repeats") == "refused" and count is not None:
+            self._refuse(event, max(count - 1, 0))
+
+    def _refuse(self, event: Mapping[str, Any], times: float) -> None:
+        error = str(event.get("error")).partition(":")[0]
+        self._metrics.refusals.labels(*self._labels, _call(event), _known(error, _ERRORS)).inc(times)
 
     def failed(self, _: Mapping[str, Any]) -> None:
         self._metrics.failures.labels(*self._labels).inc()

@@ -11,12 +11,12 @@ into one of them would be charged to it alone.
 """
 
 import argparse
-import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 from tests.benchmarks import audit, drain, held, self_driven, steps, streams, throughput
-from tests.benchmarks.measure import Line, print_line, print_title
+from tests.benchmarks.measure import tell
 
 # Those without a model come first: the memory of held requests is best measured in a small process.
 GROUPS = {
@@ -37,16 +37,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the lines to this file too")
     arguments = parser.parse_args()
-    lines: list[Line] = []
-    print_title()
-    for name, run in GROUPS.items():
-        if name in arguments.only:
-            for line in run(quick=arguments.quick):
-                print_line(line)
-                lines.append(line)
-    if arguments.json:
-        records = [line.to_dict() for line in lines]
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    groups = (run(quick=arguments.quick) for name, run in GROUPS.items() if name in arguments.only)
+    lines = tell(chain.from_iterable(groups), arguments.json)
     missed = sum(not line.ok for line in lines)
     print(
         f"\n{len(lines)} figures, {missed} FAIL"

@@ -5,13 +5,15 @@ order. What is compared is then a median over pairs: a block that the machine in
 """
 
 import gc
+import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 WIDTHS = (68, 14, 14)
@@ -58,6 +60,19 @@ def print_line(line: Line) -> None:
     verdict = ("PASS" if line.ok else "FAIL") if line.target else "    "
     text = f"{line.name:{name}}{measured.strip():>{figure}}  {line.target:{target}}{verdict}  {line.note}"
     print(text.rstrip(), flush=True)
+
+
+def tell(lines: Iterable[Line], path: Path | None) -> list[Line]:
+    """Print lines as they are measured, and write them to the file at `path` too."""
+    told = []
+    print_title()
+    for line in lines:
+        print_line(line)
+        told.append(line)
+    if path is not None:
+        records = [line.to_dict() for line in told]
+        path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    return told
 
 
 @contextmanager

@@ -6,7 +6,6 @@ What `tests.benchmarks.self_driven` measures on two cores: one engine, read in t
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -16,7 +15,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from tests.benchmarks.measure import print_line, print_title
+from tests.benchmarks.measure import tell
 from tests.benchmarks.self_driven import compare, lines_of
 from tests.benchmarks.streams import Load
 from tests.gpu.streams import SHAPES, model_of
@@ -32,15 +31,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the lines to this file too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print_title()
         model = model_of(arguments.shape, Path(folder))
         results = asyncio.run(compare(model, LOADS, load_format="dummy", **SETTINGS))
-    lines = [lines_of(*result, judged=True) for result in results]
-    for line in lines:
-        print_line(line)
-    if arguments.json:
-        records = [line.to_dict() for line in lines]
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    lines = tell((lines_of(*result, judged=True) for result in results), arguments.json)
     return int(not all(line.ok for line in lines))
 
 

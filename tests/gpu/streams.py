@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from tests.benchmarks.measure import print_line, print_title
+from tests.benchmarks.measure import tell
 from tests.benchmarks.streams import BURN_S, Load, measure
 from tests.tiny_model import make_tiny_model
 
@@ -79,9 +79,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the lines to this file too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print_title()
-        lines = []
-        for line in measure(
+        measured = measure(
             model_of(arguments.shape, Path(folder)),
             {load: 1 if load.burn_s else arguments.rounds for load in LOADS},
             load_format="dummy",
@@ -89,12 +87,8 @@ def main() -> int:
             max_model_len=1024,
             max_num_seqs=1024,
             gpu_memory_utilization=0.45,
-        ):
-            print_line(line)
-            lines.append(line)
-    if arguments.json:
-        records = [line.to_dict() for line in lines]
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+        )
+        lines = tell(measured, arguments.json)
     return int(not all(line.ok for line in lines))
 
 
