@@ -852,6 +852,7 @@ def test_colours_are_only_for_terminals(capsys, logged, monkeypatch):
     path, _ = logged
     plain = audit(capsys, "show", path)[1]
     assert "\x1b" not in plain
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has no colours, forced or not
     monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = audit(capsys, "show", path)[1]
     assert "\x1b[" in coloured
@@ -873,6 +874,7 @@ def _no_rich(monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_everything_but_the_view_works_without_rich(capsys, tmp_path, logged, monkeypatch, command):
     """Its package is an extra: without rich the same text comes, without colours."""
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     status, out, errors = audit(capsys, command, logged[0], *with_output(command, tmp_path))
     assert (status, errors) == (0, "")

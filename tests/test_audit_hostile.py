@@ -208,6 +208,7 @@ def test_forced_colours_add_nothing_but_colours(folder, trick, monkeypatch):
     text = TRICKS[trick]
     path = folder / "coloured.jsonl"
     path.write_bytes(sealed(record(1, event="failed", call=text, error=text), record(3, request=text)))
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has no colours, forced or not
     for name in ("show", "verify", "stats"):
         monkeypatch.delenv("FORCE_COLOR", raising=False)
         plain = call(name, path)[1]
